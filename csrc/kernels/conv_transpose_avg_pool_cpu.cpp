@@ -1,0 +1,438 @@
+// conv_transpose_avg_pool on CPU: one small ordinary convolution of step r with tap-summed weights,
+//
+//   out[n, co, o] = affine(sum over ci and j of x[n, ci, o * r + j] * V[ci, j, co]),   V = sums of the weight's taps / P
+//   affine(v) = ((v + bias) * scale1 + shift) * scale2
+//
+// A tile of the input is packed, converted and padded with zeros so that the step becomes 1 and every j a constant offset;
+// then blocks of channels x vectors of positions stay in registers over the whole sum. The input is read once, in place
+// whatever its strides, the output written once.
+#ifndef FUSED_CPU_TARGET
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "conv_transpose_avg_pool.h"
+#include "tensors.h"
+
+namespace fused {
+namespace {
+
+// One spatial dimension of the collapsed convolution and of the tiles that its output is cut into.
+struct Axis {
+  int64_t input = 1, output = 1;
+  int64_t step = 1;                // r
+  int64_t first = 0, offsets = 1;  // j runs over [first, first + offsets)
+  int64_t tile = 1, tiles = 1;     // outputs of a tile; tiles
+  int64_t phases = 1,
+          packed = 1;  // input i of a tile is packed at [i % r][i / r]: phases that some j meets, and their length
+  int64_t input_stride = 0, output_stride = 0;
+};
+
+template <class Acc>
+struct Convolution {
+  int64_t batch = 0, groups = 1, in_group = 1, out_group = 1;
+  Axis axes[3];
+  int64_t input_strides[2], output_strides[2];  // of n and c
+  int64_t packed_channel = 1;                   // elements of one packed channel
+  std::vector<int64_t> offsets;                 // per (ci, j): where its first factor stands in the packed tile
+  std::vector<Acc> weights;                     // (groups, channel blocks, (ci, j), channels of the block)
+  std::vector<double> affine;                   // (C_out, 4): bias, scale1, shift, scale2
+  int64_t chain = 1;                            // products per chain
+  int64_t depth() const { return static_cast<int64_t>(offsets.size()); }
+};
+
+constexpr int kBlockChannels = 4;  // output channels that are in registers at once
+// Most products that add up in one register before they are added to a total in float64, which keeps the error of any sum
+// small: 16 give 0.4 to 0.9 of eager's.
+constexpr int64_t kMostChain = 16;
+constexpr int64_t kSlack = 256;  // elements past a packed tile or staged row that whole vectors may touch
+
+}  // namespace
+}  // namespace fused
+
+#define FUSED_CPU_KERNELS "conv_transpose_avg_pool_cpu.cpp"
+#include "cpu_targets.h"
+
+#else  // ---- Kernels, once per instruction set ---------------------------------------------------------------------
+
+#include "cpu_simd.h"
+
+namespace fused {
+namespace FUSED_CPU_TARGET {
+namespace {
+
+// Vectors of positions in registers, beside which kBlockChannels accumulators each and a broadcast have to fit.
+constexpr int kBlockVectors = FUSED_CPU_REGISTERS == 32 ? 4 : 3;
+// result[i] = x[i * stride], converted.
+template <class Acc, class T>
+void pack_row(const T* x, int64_t count, int64_t stride, Acc* result) {
+  int64_t i = 0;
+  if (stride == 1)
+    for (constexpr int k = kLanes<Acc>; i + k <= count; i += k) store(result + i, load_as<Acc>(x + i));
+  for (; i < count; ++i) result[i] = static_cast<Acc>(x[i * stride]);
+}
+
+// The input of one tile of group channels, as (ci, phase0, phase1, phase2, packed0, packed1, packed2).
+template <class T, class Acc>
+void pack_tile(const T* x, const Convolution<Acc>& conv, const int64_t (&tile)[3], Acc* result) {
+  const auto& [axis0, axis1, axis2] = conv.axes;
+  const auto input_at = [&](const Axis& axis, int d, int64_t phase, int64_t i) {
+    return (tile[d] * axis.tile + i) * axis.step + axis.first + phase;
+  };
+  for (int64_t ci = 0; ci < conv.in_group; ++ci, x += conv.input_strides[1])
+    for (int64_t p0 = 0; p0 < axis0.phases; ++p0)
+      for (int64_t p1 = 0; p1 < axis1.phases; ++p1)
+        for (int64_t p2 = 0; p2 < axis2.phases; ++p2) {
+          // Inputs of a row that exist: [begin, end)
+          const int64_t start = input_at(axis2, 2, p2, 0);
+          int64_t begin = start < 0 ? (-start + axis2.step - 1) / axis2.step : 0;
+          int64_t end = start < axis2.input ? (axis2.input - start + axis2.step - 1) / axis2.step : 0;
+          if (end > axis2.packed) end = axis2.packed;
+          if (begin > end) begin = end;
+          for (int64_t i0 = 0; i0 < axis0.packed; ++i0)
+            for (int64_t i1 = 0; i1 < axis1.packed; ++i1, result += axis2.packed) {
+              const int64_t at0 = input_at(axis0, 0, p0, i0), at1 = input_at(axis1, 1, p1, i1);
+              if (at0 < 0 || at0 >= axis0.input || at1 < 0 || at1 >= axis1.input) {
+                for (int64_t i = 0; i < axis2.packed; ++i) result[i] = 0;
+                continue;
+              }
+              for (int64_t i = 0; i < begin; ++i) result[i] = 0;
+              for (int64_t i = end; i < axis2.packed; ++i) result[i] = 0;
+              pack_row(x + at0 * axis0.input_stride + at1 * axis1.input_stride +
+                           (start + begin * axis2.step) * axis2.input_stride,
+                       end - begin, axis2.step * axis2.input_stride, result + begin);
+            }
+        }
+}
+
+// sums[m, p] = sum over k of x[offsets[k] + p] * weights[k, m] for a block of positions; `add`: += instead.
+template <bool add, class Acc, int kChannels>
+inline void multiply_chain(const Acc* x, const int64_t* offsets, const Acc* weights, int64_t depth, double* sums,
+                           int64_t pitch) {
+  constexpr int n = kLanes<Acc>;
+  Lanes<Acc> acc[kChannels][kBlockVectors];
+#pragma GCC unroll 4
+  for (int m = 0; m < kChannels; ++m)
+#pragma GCC unroll 4
+    for (int v = 0; v < kBlockVectors; ++v) acc[m][v] = Lanes<Acc>{};
+  for (int64_t k = 0; k < depth; ++k) {
+    const Acc* source = x + offsets[k];
+    Lanes<Acc> values[kBlockVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kBlockVectors; ++v) values[v] = load(source + v * n);
+#pragma GCC unroll 4
+    for (int m = 0; m < kChannels; ++m)
+#pragma GCC unroll 4
+      for (int v = 0; v < kBlockVectors; ++v) acc[m][v] += values[v] * weights[k * kChannels + m];
+  }
+#pragma GCC unroll 4
+  for (int m = 0; m < kChannels; ++m)
+#pragma GCC unroll 4
+    for (int v = 0; v < kBlockVectors; ++v) to_doubles<add>(sums + m * pitch + v * n, acc[m][v]);
+}
+
+template <class Acc, int kChannels>
+inline void multiply(const Acc* x, const int64_t* offsets, const Acc* weights, int64_t depth, int64_t chain,
+                     double* sums, int64_t pitch) {
+  multiply_chain<false, Acc, kChannels>(x, offsets, weights, chain < depth ? chain : depth, sums, pitch);
+  for (int64_t k = chain; k < depth; k += chain)
+    multiply_chain<true, Acc, kChannels>(x, offsets + k, weights + k * kChannels, chain < depth - k ? chain : depth - k,
+                                         sums, pitch);
+}
+
+// ((v + bias) * scale1 + shift) * scale2, in double; rounded once.
+struct Affine {
+  double bias, scale1, shift, scale2;
+  template <class V>
+  V operator()(V sums) const {
+    return ((sums + bias) * scale1 + shift) * scale2;
+  }
+  Floats of(const double* sums, float) const {
+    return to_floats((*this)(load(sums)), (*this)(load(sums + kLanes<double>)));
+  }
+  Doubles of(const double* sums, double) const { return (*this)(load(sums)); }
+};
+
+// A row of sums (kChannels, pitch) to the output.
+template <class Acc, int kChannels, class T>
+inline void finish_row(const double* sums, int64_t pitch, int64_t count, const double* params, T* output,
+                       int64_t channel_stride, int64_t stride) {
+  constexpr int n = kLanes<Acc>;
+  Affine affine[kChannels];
+  for (int m = 0; m < kChannels; ++m)
+    affine[m] = {params[m * 4], params[m * 4 + 1], params[m * 4 + 2], params[m * 4 + 3]};
+  if (stride == 1 && count >= n) {
+    for (int m = 0; m < kChannels; ++m)
+      for (int64_t i = 0; i < count; i += n) {
+        const int64_t at = i + n <= count ? i : count - n;  // the last vector overlaps the one before
+        store_rounded(output + m * channel_stride + at, affine[m].of(sums + m * pitch + at, Acc()));
+      }
+    return;
+  }
+  int64_t i = 0;
+  for (; i + n <= count; i += n) {  // channels_last: a few positions at a time change places with the channels
+    Acc values[kChannels][n];
+    for (int m = 0; m < kChannels; ++m) store(values[m], affine[m].of(sums + m * pitch + i, Acc()));
+    for (int p = 0; p < n; ++p)
+      for (int m = 0; m < kChannels; ++m) output[m * channel_stride + (i + p) * stride] = static_cast<T>(values[m][p]);
+  }
+  for (; i < count; ++i)
+    for (int m = 0; m < kChannels; ++m)
+      output[m * channel_stride + i * stride] = static_cast<T>(static_cast<Acc>(affine[m](sums[m * pitch + i])));
+}
+
+// A block of channels over `rows` rows of `columns` outputs, `packed_row` positions apart in x. Rows are written as soon as
+// they are complete, so that the stores overlap with the arithmetic of the next.
+template <class T, class Acc, int kChannels>
+void convolve_rows(const Acc* x, const Convolution<Acc>& conv, int64_t first_channel, int64_t rows, int64_t columns,
+                   double* sums, int64_t pitch, T* output) {
+  constexpr int64_t kStep = kBlockVectors * kLanes<Acc>;
+  const int64_t packed_row = conv.axes[2].packed;
+  int64_t row = 0;
+  for (int64_t p = 0; row < rows; p += kStep) {
+    multiply<Acc, kChannels>(x + p, conv.offsets.data(), conv.weights.data() + first_channel * conv.depth(),
+                             conv.depth(), conv.chain, sums + p, pitch);
+    for (; row < rows && row * packed_row + columns <= p + kStep; ++row)
+      finish_row<Acc, kChannels, T>(sums + row * packed_row, pitch, columns, conv.affine.data() + first_channel * 4,
+                                    output + row * conv.axes[1].output_stride, conv.output_strides[1],
+                                    conv.axes[2].output_stride);
+  }
+}
+
+// Items [begin, end) of (n, group, tile0, tile1, tile2).
+template <class T, class Acc>
+void convolve(const T* input, const Convolution<Acc>& conv, int64_t begin, int64_t end, T* output) {
+  const auto& [axis0, axis1, axis2] = conv.axes;
+  const int64_t most = (axis1.tile - 1) * axis2.packed + axis2.tile, pitch = most + kSlack;
+  const std::unique_ptr<Acc[]> packed(new Acc[conv.in_group * conv.packed_channel + kSlack]());
+  const std::unique_ptr<double[]> sums(new double[kBlockChannels * pitch]);
+  for (int64_t item = begin; item < end; ++item) {
+    const int64_t tile[3] = {item / axis2.tiles / axis1.tiles % axis0.tiles, item / axis2.tiles % axis1.tiles,
+                             item % axis2.tiles};
+    const int64_t outer = item / axis2.tiles / axis1.tiles / axis0.tiles, n = outer / conv.groups,
+                  group = outer % conv.groups;
+    int64_t first[3], size[3];
+    for (int d = 0; d < 3; ++d) {
+      first[d] = tile[d] * conv.axes[d].tile;
+      size[d] = conv.axes[d].output - first[d];
+      if (size[d] > conv.axes[d].tile) size[d] = conv.axes[d].tile;
+    }
+    pack_tile(input + n * conv.input_strides[0] + group * conv.in_group * conv.input_strides[1], conv, tile,
+              packed.get());
+    T* target = output + n * conv.output_strides[0] + first[0] * axis0.output_stride + first[1] * axis1.output_stride +
+                first[2] * axis2.output_stride;
+    for (int64_t c = 0; c < conv.out_group; c += kBlockChannels) {
+      const int64_t left = conv.out_group - c, channel = group * conv.out_group + c;
+      const auto rows = left == 1   ? &convolve_rows<T, Acc, 1>
+                        : left == 2 ? &convolve_rows<T, Acc, 2>
+                        : left == 3 ? &convolve_rows<T, Acc, 3>
+                                    : &convolve_rows<T, Acc, 4>;
+      for (int64_t i0 = 0; i0 < size[0]; ++i0)
+        rows(packed.get() + i0 * axis1.packed * axis2.packed, conv, channel, size[1], size[2], sums.get(), pitch,
+             target + channel * conv.output_strides[1] + i0 * axis0.output_stride);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace FUSED_CPU_TARGET
+}  // namespace fused
+
+#endif
+
+#ifndef FUSED_CPU_TARGET  // ---- Host ------------------------------------------------------------------------------
+
+namespace fused {
+namespace {
+
+// An offset j that has taps, in all dimensions, and the taps that its weight sums.
+struct Offset {
+  int64_t at[3];  // j - first
+  Range taps[3];
+};
+
+std::vector<Offset> list_offsets(const std::vector<PoolDim>& dims) {
+  const size_t skip = 3 - dims.size();
+  std::vector<Offset> result = {{{0, 0, 0}, {{0, 1}, {0, 1}, {0, 1}}}};
+  for (size_t d = 0; d < dims.size(); ++d) {
+    std::vector<Offset> next;
+    const Range range = dims[d].offsets();
+    for (Offset offset : result)
+      for (int64_t j = range.begin; j < range.end; ++j) {
+        offset.at[skip + d] = j - range.begin;
+        offset.taps[skip + d] = dims[d].taps(j);
+        if (offset.taps[skip + d].size() > 0) next.push_back(offset);
+      }
+    result = next;
+  }
+  return result;
+}
+
+// As many outputs per tile as keep the packed input in the second-level cache, in equal parts.
+void choose_tiles(Axis (&axes)[3], int64_t in_group) {
+  constexpr int64_t kPacked = 32768, kPositions = 512, kLeast = 64;
+  for (Axis& axis : axes) axis.phases = std::max<int64_t>(1, std::min(axis.step, axis.offsets));
+  int64_t others = in_group;
+  for (const Axis& axis : axes) others *= axis.phases * (1 + (axis.offsets - 1) / axis.step);
+  for (int d = 2; d >= 0; --d) {
+    Axis& axis = axes[d];
+    const int64_t halo = (axis.offsets - 1) / axis.step;
+    others /= 1 + halo;
+    int64_t most = std::max<int64_t>(kPacked / others - halo, d == 2 ? kLeast : 1);
+    if (d == 1) most = std::min(most, std::max<int64_t>(1, kPositions / axes[2].packed));
+    axis.tiles = ceil_div(axis.output, most);
+    axis.tile = ceil_div(axis.output, axis.tiles);
+    axis.tiles = ceil_div(axis.output, axis.tile);
+    axis.packed = axis.tile + halo;
+    others *= axis.packed;
+  }
+}
+
+// Fills in the weights, V[ci, j, co] = sum of W[ci, co, k] over the taps of j / prod(P); tells whether all are finite.
+template <class T, class Acc>
+bool sum_taps(const T* weight, const std::vector<Offset>& offsets, const int64_t (&kernel)[3], double pool_size,
+              Convolution<Acc>& conv) {
+  const int64_t count = static_cast<int64_t>(offsets.size()), taps = kernel[0] * kernel[1] * kernel[2];
+  const int64_t in_channels = conv.groups * conv.in_group;
+  conv.weights.resize(static_cast<size_t>(conv.groups * conv.out_group * conv.depth()));
+  std::atomic<bool> finite{true};
+  torch::stable::parallel_for(
+      0, in_channels, items_per_thread(conv.out_group * count * 8), [&](int64_t begin, int64_t end) {
+        for (int64_t channel = begin; channel < end; ++channel) {
+          const int64_t group = channel / conv.in_group, ci = channel % conv.in_group;
+          for (int64_t co = 0; co < conv.out_group; ++co) {
+            const T* w = weight + (channel * conv.out_group + co) * taps;
+            const int64_t first = co / kBlockChannels * kBlockChannels;
+            const int64_t width = std::min<int64_t>(kBlockChannels, conv.out_group - first);
+            Acc* result =
+                conv.weights.data() + (group * conv.out_group + first) * conv.depth() + ci * count * width + co - first;
+            for (int64_t j = 0; j < count; ++j) {
+              const auto& [range0, range1, range2] = offsets[j].taps;
+              double sum = 0;
+              for (int64_t k0 = range0.begin; k0 < range0.end; ++k0)
+                for (int64_t k1 = range1.begin; k1 < range1.end; ++k1)
+                  for (int64_t k2 = range2.begin; k2 < range2.end; ++k2)
+                    sum += static_cast<double>(w[(k0 * kernel[1] + k1) * kernel[2] + k2]);
+              result[j * width] = static_cast<Acc>(sum / pool_size);
+              if (!std::isfinite(result[j * width])) finite = false;
+            }
+          }
+        }
+      });
+  return finite;
+}
+
+// The same sum with terms outside the input left out instead of multiplied by zero, which an infinite weight would show.
+template <class T, class Acc>
+void convolve_carefully(const T* input, const Convolution<Acc>& conv, const std::vector<Offset>& offsets, T* output) {
+  const auto& [axis0, axis1, axis2] = conv.axes;
+  const int64_t count = static_cast<int64_t>(offsets.size()), out_channels = conv.groups * conv.out_group;
+  torch::stable::parallel_for(0, conv.batch * out_channels, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t n = item / out_channels, channel = item % out_channels;
+      const int64_t group = channel / conv.out_group, co = channel % conv.out_group;
+      const int64_t first = co / kBlockChannels * kBlockChannels;
+      const int64_t width = std::min<int64_t>(kBlockChannels, conv.out_group - first);
+      const Acc* weights = conv.weights.data() + (group * conv.out_group + first) * conv.depth() + co - first;
+      const T* x = input + n * conv.input_strides[0] + group * conv.in_group * conv.input_strides[1];
+      const double* affine = conv.affine.data() + channel * 4;
+      for (int64_t o0 = 0; o0 < axis0.output; ++o0)
+        for (int64_t o1 = 0; o1 < axis1.output; ++o1)
+          for (int64_t o2 = 0; o2 < axis2.output; ++o2) {
+            const int64_t o[3] = {o0, o1, o2};
+            double sum = 0;
+            for (int64_t ci = 0; ci < conv.in_group; ++ci)
+              for (int64_t j = 0; j < count; ++j) {
+                int64_t at = ci * conv.input_strides[1];
+                bool inside = true;
+                for (int d = 0; d < 3; ++d) {
+                  const int64_t i = o[d] * conv.axes[d].step + conv.axes[d].first + offsets[j].at[d];
+                  inside = inside && i >= 0 && i < conv.axes[d].input;
+                  at += i * conv.axes[d].input_stride;
+                }
+                if (inside) sum += static_cast<double>(x[at]) * static_cast<double>(weights[(ci * count + j) * width]);
+              }
+            const double value = ((sum + affine[0]) * affine[1] + affine[2]) * affine[3];
+            output[n * conv.output_strides[0] + channel * conv.output_strides[1] + o0 * axis0.output_stride +
+                   o1 * axis1.output_stride + o2 * axis2.output_stride] = from_double<T>(value);
+          }
+    }
+  });
+}
+
+Tensor conv_transpose_avg_pool_cpu(const Tensor& input, const Tensor& weight, const MaybeTensor& bias,
+                                   const Ints& stride, const Ints& padding, const Ints& output_padding, int64_t groups,
+                                   const Ints& dilation, const Ints& pool_kernel_size, const Ints& pool_stride,
+                                   const MaybeTensor& scale1, const MaybeTensor& shift, const MaybeTensor& scale2) {
+  const auto pooled = check_conv_transpose_avg_pool(
+      info(input), info(weight), MaybeInfo(bias).get(), stride, padding, output_padding, groups, dilation,
+      pool_kernel_size, pool_stride, MaybeInfo(scale1).get(), MaybeInfo(shift).get(), MaybeInfo(scale2).get());
+  const int dims = pooled.conv.spatial_dims;
+  Tensor output = empty(pooled.output, input.scalar_type(), input, wants_channels_last(input));
+  if (output.numel() == 0) return output;
+  const Tensor w = contiguous(weight);
+  std::vector<PoolDim> pool_dims;
+  for (int d = 0; d < dims; ++d) pool_dims.push_back(pool_dim(pooled, d));
+  const std::vector<Offset> offsets = list_offsets(pool_dims);
+  const ChannelParam params[4] = {channel_param(bias, 0.0), channel_param(scale1, 1.0), channel_param(shift, 0.0),
+                                  channel_param(scale2, 1.0)};
+
+  dispatch_cpu(input.scalar_type(), [&](auto tag) {
+    using T = decltype(tag);
+    using Acc = Accumulator<T>;
+    Convolution<Acc> conv;
+    conv.batch = pooled.conv.batch;
+    conv.groups = groups;
+    conv.in_group = pooled.conv.in_channels / groups;
+    conv.out_group = pooled.conv.out_channels / groups;
+    int64_t kernel[3] = {1, 1, 1};
+    for (int d = 0; d < dims; ++d) {
+      Axis& axis = conv.axes[3 - dims + d];
+      axis.input = pool_dims[d].conv.input;
+      axis.output = pool_dims[d].output();
+      axis.step = pool_dims[d].step();
+      axis.first = pool_dims[d].offsets().begin;
+      axis.offsets = std::max<int64_t>(1, pool_dims[d].offsets().size());
+      axis.input_stride = input.stride(2 + d);
+      axis.output_stride = output.stride(2 + d);
+      kernel[3 - dims + d] = pooled.conv.kernel[d];
+    }
+    for (int d = 0; d < 2; ++d) {
+      conv.input_strides[d] = input.stride(d);
+      conv.output_strides[d] = output.stride(d);
+    }
+    choose_tiles(conv.axes, conv.in_group);
+    const auto& [axis0, axis1, axis2] = conv.axes;
+    const int64_t phase = axis0.packed * axis1.packed * axis2.packed;
+    conv.packed_channel = axis0.phases * axis1.phases * axis2.phases * phase;
+    for (int64_t ci = 0; ci < conv.in_group; ++ci)
+      for (const auto& [at, taps] : offsets)
+        conv.offsets.push_back(
+            ci * conv.packed_channel +
+            ((at[0] % axis0.step * axis1.phases + at[1] % axis1.step) * axis2.phases + at[2] % axis2.step) * phase +
+            (at[0] / axis0.step * axis1.packed + at[1] / axis1.step) * axis2.packed + at[2] / axis2.step);
+    for (int64_t c = 0; c < pooled.conv.out_channels; ++c)
+      for (const ChannelParam& param : params) conv.affine.push_back(load<T>(param, c));
+    conv.chain = std::max<int64_t>(1, ceil_div(conv.depth(), std::max<int64_t>(1, ceil_div(conv.depth(), kMostChain))));
+    double pool_size = 1;
+    for (int64_t size : pooled.pool_kernel) pool_size *= static_cast<double>(size);
+
+    const T* x = static_cast<const T*>(input.const_data_ptr());
+    T* out = static_cast<T*>(output.mutable_data_ptr());
+    if (!sum_taps(static_cast<const T*>(w.const_data_ptr()), offsets, kernel, pool_size, conv))
+      return convolve_carefully(x, conv, offsets, out);
+    const auto kernel_function = FUSED_CPU_SELECT(convolve<T, Acc>);
+    const int64_t work = axis0.tile * axis1.tile * axis2.tile * conv.out_group * (1 + conv.depth() / 8);
+    torch::stable::parallel_for(0, conv.batch * groups * axis0.tiles * axis1.tiles * axis2.tiles,
+                                items_per_thread(work),
+                                [&](int64_t begin, int64_t end) { kernel_function(x, conv, begin, end, out); });
+  });
+  return output;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fused, CPU, m) { m.impl("conv_transpose_avg_pool", TORCH_BOX(&conv_transpose_avg_pool_cpu)); }
+
+}  // namespace fused
+#endif

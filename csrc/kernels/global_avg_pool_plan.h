@@ -1,0 +1,173 @@
+// Launch plan of the global-pool family: a pure function of shape and device. A plane's split into chunks depends on the
+// plane alone, never on the batch, so that a sample's result is the same bits in every batch.
+#pragma once
+
+#include <algorithm>
+
+#include "global_avg_pool.h"
+#include "plan.h"
+
+namespace fused {
+
+struct GlobalPoolProblem {
+  int64_t batch = 0;
+  int64_t channels = 0;
+  int64_t plane = 0;  // elements
+  int itemsize = 4;
+  // Where border cells of the plane meet fewer taps, the sums are taken per region: a grid of boxes.
+  bool boxes = false;
+  int64_t regions = 1;
+  int64_t row_length = 0;  // innermost spatial size
+  // Only the transposed convolutions have these.
+  bool chain = false;
+  bool logsumexp = false;
+  int64_t out_channels = 0;
+  int64_t groups = 1;
+  int64_t taps = 1;
+};
+
+// The problem of global_avg_pool on an input of these sizes.
+inline GlobalPoolProblem global_pool_problem(const std::vector<int64_t>& sizes, int itemsize) {
+  GlobalPoolProblem problem;
+  problem.batch = sizes[0];
+  problem.channels = sizes[1];
+  problem.plane = 1;
+  for (size_t i = 2; i < sizes.size(); ++i) problem.plane *= sizes[i];
+  problem.itemsize = itemsize;
+  problem.row_length = sizes.back();
+  return problem;
+}
+
+// The same behind a transposed convolution; `segments` cuts each spatial dimension of its input.
+inline GlobalPoolProblem global_pool_problem(const ConvTranspose<int64_t>& conv, bool logsumexp, int itemsize,
+                                             const std::vector<Segmentation>& segments) {
+  std::vector<int64_t> sizes{conv.batch, conv.in_channels};
+  sizes.insert(sizes.end(), conv.input.begin(), conv.input.end());
+  GlobalPoolProblem problem = global_pool_problem(sizes, itemsize);
+  for (int d = 0; d < conv.spatial_dims; ++d) {
+    problem.regions *= static_cast<int64_t>(segments[d].segments.size());
+    if (segments[d].segments != std::vector<Range>{{0, conv.input[d]}}) problem.boxes = true;
+    problem.taps *= conv.kernel[d];
+  }
+  problem.chain = true;
+  problem.logsumexp = logsumexp;
+  problem.out_channels = conv.out_channels;
+  problem.groups = conv.groups;
+  return problem;
+}
+
+inline std::vector<Segmentation> segment_inputs(const ConvTranspose<int64_t>& conv) {
+  std::vector<Segmentation> result;
+  for (int d = 0; d < conv.spatial_dims; ++d) result.push_back(segment_input(conv_dim(conv, d)));
+  return result;
+}
+
+enum class SumKernel { kTile, kChunk, kBox, kNone };
+
+struct GlobalPoolPlan : Plan {
+  SumKernel sum = SumKernel::kChunk;
+  int64_t chunks = 1;          // partial sums per plane and region
+  int64_t chunk_elements = 0;  // kChunk
+  int warps = 1;               // kChunk and whole samples: per chunk
+  int lanes = 1;               // kTile: per plane
+  int planes = 1;              // kTile: per block
+  int64_t chunk_rows = 0;      // kBox
+  int64_t tap_blocks = 0;      // leading blocks of the summing kernel that sum the weight's taps instead
+  int64_t column_blocks = 1;   // finishing blocks per sample
+};
+
+inline constexpr int64_t kWarpBytes = 4096;       // what a warp takes of a chunk
+inline constexpr int kMaxWarps = 8;               // per chunk
+inline constexpr int64_t kMaxChunks = 1024;       // partial sums per plane that a finishing block has to add up
+inline constexpr int64_t kTilePlaneBytes = 2048;  // below this a warp cannot fill its loads from one plane
+inline constexpr int64_t kTileBytes = 24576;      // staged in shared memory: nine blocks fit a multiprocessor of H200
+inline constexpr int kTileThreads = 128;
+inline constexpr int64_t kBoxBytes = 65536;
+inline constexpr int kBoxThreads = 256;
+inline constexpr int64_t kSampleBytes =
+    65536;  // a block reads this in about a microsecond, less than another launch takes
+inline constexpr int64_t kSamplePairs = 4096;  // channel sums and tap sums that it keeps in shared memory
+inline constexpr int kManyTaps = 16;           // from here on 8 lanes share a sum of taps
+
+// The finishing block: kColumns output channels times kSlices slices of the input channels.
+inline constexpr int kColumns = 128;
+inline constexpr int kSlices = 4;
+inline constexpr int kFinishThreads = kColumns * kSlices;
+inline constexpr int kFinishDepth = 256;  // sums in shared memory at a time
+
+inline int power_of_two_at_least(int64_t value, int most) {
+  int result = 1;
+  while (result < value && result < most) result *= 2;
+  return result;
+}
+
+inline GlobalPoolPlan plan_global_avg_pool(const GlobalPoolProblem& problem, const DeviceProperties& device) {
+  GlobalPoolPlan plan;
+  const int64_t planes = problem.batch * problem.channels;
+  const int64_t plane_bytes = problem.plane * problem.itemsize;
+  const int64_t outputs = problem.batch * (problem.logsumexp ? 1
+                                           : problem.chain   ? problem.out_channels
+                                                             : problem.channels);
+  const int64_t depth = problem.channels / problem.groups * problem.regions;
+  const int64_t pairs = problem.chain ? problem.channels * (problem.out_channels / problem.groups) : 0;
+  plan.bytes_read = (planes * problem.plane + pairs * problem.taps) * problem.itemsize;
+  plan.bytes_written = outputs * problem.itemsize;
+  plan.operations = planes * problem.plane + pairs * problem.taps +
+                    2 * (problem.chain ? problem.batch * problem.out_channels * depth : 0);
+  if (outputs == 0) {
+    plan.variant = "nothing to do";
+    plan.sum = SumKernel::kNone;
+    return plan;
+  }
+  plan.warps = power_of_two_at_least(ceil_div(plane_bytes, kWarpBytes), kMaxWarps);
+  if (problem.chain && !problem.boxes && problem.channels * plane_bytes <= kSampleBytes &&
+      pairs * problem.taps * problem.itemsize <= kSampleBytes && problem.channels + pairs <= kSamplePairs) {
+    plan.variant = "one block a sample";
+    plan.sum = SumKernel::kNone;
+    plan.add("whole_sample", problem.batch, kFinishThreads, (problem.channels + pairs) * 8);
+    return plan;
+  }
+
+  if (problem.chain) plan.tap_blocks = ceil_div(pairs * problem.regions * (problem.taps >= kManyTaps ? 8 : 1), 256);
+  if (problem.boxes) {
+    plan.variant = "boxes";
+    plan.sum = SumKernel::kBox;
+    const int64_t rows = problem.plane / problem.row_length;
+    plan.chunk_rows = std::max<int64_t>(1, kBoxBytes / (problem.row_length * problem.itemsize));
+    plan.chunk_rows = std::max(plan.chunk_rows, ceil_div(rows, kMaxChunks));
+    plan.chunks = ceil_div(rows, plan.chunk_rows);
+    plan.add("box_sums", plan.tap_blocks + planes * plan.chunks, kBoxThreads);
+  } else if (plane_bytes <= kTilePlaneBytes) {
+    plan.variant = "tiles of planes";
+    plan.sum = SumKernel::kTile;
+    // As many lanes a plane as keep the lanes of a warp on distinct banks, more where whole planes would not fit.
+    plan.lanes = static_cast<int>(std::min<int64_t>(32, std::max<int64_t>(1, problem.plane & -problem.plane)));
+    while (plan.lanes < 32 && kTileThreads / plan.lanes * plane_bytes > kTileBytes) plan.lanes *= 2;
+    const int64_t once = kTileThreads / plan.lanes;
+    const int64_t rounds = std::clamp<int64_t>(kTileBytes / std::max<int64_t>(1, once * plane_bytes), 1, 16);
+    plan.planes = static_cast<int>(once * rounds);
+    plan.add("tile_sums", plan.tap_blocks + ceil_div(planes, plan.planes), kTileThreads,
+             plan.planes * plane_bytes + 16);
+  } else {
+    plan.variant = "chunks of planes";
+    plan.sum = SumKernel::kChunk;
+    const int64_t most = kMaxWarps * kWarpBytes / problem.itemsize;  // elements that one block takes in one step
+    plan.chunk_elements = std::max<int64_t>(1, ceil_div(problem.plane, most * kMaxChunks)) * most;
+    plan.chunks = ceil_div(problem.plane, plan.chunk_elements);
+    const int per_block = std::max(1, 8 / plan.warps);  // chunks
+    plan.add("chunk_sums", plan.tap_blocks + ceil_div(planes * plan.chunks, per_block), plan.warps * per_block * 32);
+  }
+  const bool programmatic = device.compute_capability >= 90;
+  if (problem.chain) {
+    plan.workspace = (planes * problem.regions * plan.chunks + pairs * problem.regions) * 8;
+    const int64_t per_group = ceil_div(problem.out_channels / problem.groups, kColumns);
+    plan.column_blocks = problem.logsumexp ? 1 : problem.groups * per_group;
+    plan.add("finish", problem.batch * plan.column_blocks, kFinishThreads, 0, programmatic);
+  } else if (plan.chunks > 1) {
+    plan.workspace = planes * plan.chunks * 8;
+    plan.add("finish_mean", ceil_div(planes, 8), 256, 0, programmatic);
+  }
+  return plan;
+}
+
+}  // namespace fused

@@ -1,0 +1,40 @@
+// What a call would launch, as data: made by one pure function per family, followed by the CUDA code and shown to Python.
+#pragma once
+
+#include <cstdint>
+
+namespace fused {
+
+// The few facts of a device that launch choices depend on.
+struct DeviceProperties {
+  int compute_capability = 90;  // major * 10 + minor
+  int multiprocessors = 132;
+  int64_t shared_memory_per_block = 232448;  // the opt-in maximum, bytes
+};
+
+struct Launch {
+  const char* kernel = "";
+  int64_t grid = 0;
+  int block = 0;
+  int64_t shared_memory = 0;  // dynamic, bytes
+  bool programmatic = false;  // may start before the previous launch has ended (programmatic dependent launch)
+};
+
+inline constexpr int kMaxLaunches = 3;
+
+struct Plan {
+  const char* variant = "";
+  int launches = 0;
+  Launch launch[kMaxLaunches];
+  int64_t workspace = 0;      // bytes
+  int64_t bytes_read = 0;     // each input once
+  int64_t bytes_written = 0;  // the output once
+  int64_t operations = 0;     // additions and multiplications
+
+  Launch& add(const char* kernel, int64_t grid, int block, int64_t shared_memory = 0, bool programmatic = false) {
+    launch[launches] = {kernel, grid, block, shared_memory, programmatic};
+    return launch[launches++];
+  }
+};
+
+}  // namespace fused

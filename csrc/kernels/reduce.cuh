@@ -1,0 +1,33 @@
+// Sums over the lanes of a warp and the warps of a block, always in the same order.
+#pragma once
+
+namespace fused {
+
+// The sum over groups of kWidth (or `width`, a power of two) neighbouring lanes, in every lane.
+template <class Acc>
+__device__ Acc group_sum(Acc value, int width) {
+  for (int offset = width / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
+  return value;
+}
+
+template <class Acc>
+__device__ Acc warp_sum(Acc value) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
+  return value;
+}
+
+// The sum of `values`, combined pairwise; N is a power of two.
+template <int N, class Acc>
+__device__ Acc tree_sum(const Acc (&values)[N]) {
+  Acc level[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) level[i] = values[i];
+#pragma unroll
+  for (int width = N / 2; width > 0; width /= 2)
+#pragma unroll
+    for (int i = 0; i < width; ++i) level[i] = level[2 * i] + level[2 * i + 1];
+  return level[0];
+}
+
+}  // namespace fused

@@ -1,0 +1,413 @@
+"""``python -m fused_kernels.bench``: verify, time and report.
+
+For each case and dtype ours runs first, on inputs fresh from the generator and into memory full of NaN. Then the
+float64 values are computed, every peer is compared with them on the same inputs, and only then is it timed. The rows
+are timed in rounds, one after the other, so that drift meets all of them alike; the limit is timed before and after;
+and the last timed output of every row is compared with float64 once more.
+
+The exit status is 1 if anything that was compared is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import os
+import platform
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import Tensor
+
+import fused_kernels
+
+from . import report
+from .cases import (
+    CASES,
+    DTYPES,
+    PEER_TOLERANCE,
+    PEERS,
+    Args,
+    Case,
+    Peer,
+    Size,
+    SizeName,
+    allowed_error,
+    check_exact,
+    complaint,
+    host_calls,
+    relative_error,
+)
+from .timing import Limit, Prepared, Timer, Timing, host_time, make_timer, prepare, prepare_graph, tf32_convolutions
+
+HOST = "host"  # the name under which --case selects the host times
+DEMO_CASES = ("A", "B")
+DEMO_PEERS = ("ours", "eager", "eager_tf32", "hand")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How long to measure and what."""
+
+    budget_s: float = 1.0  # for a row, spread over the rounds
+    rounds: int = 3
+    peers: tuple[str, ...] = tuple(PEERS)
+
+
+class Contender:
+    """A peer on its way through one case: prepared, verified, timed, verified again."""
+
+    def __init__(self, case: Case, peer: Peer, size: Size, dtype: torch.dtype, args: Args) -> None:
+        self.case, self.peer, self.dtype = case, peer, dtype
+        self.status: report.Status = "ok"
+        self.note = ""
+        self.error: float | None = None
+        self.allowed: float | None = None
+        self.samples: list[float] = []
+        self.prepared: Prepared | None = None
+        self.output: Tensor | None = None  # of the first call, then of the last timed one
+        self._run(lambda: self._prepare(size, args))
+
+    def _prepare(self, size: Size, args: Args) -> None:
+        function = self.case.function(self.peer.source)
+        if self.peer.compiled:
+            function = torch.compile(function, dynamic=False)
+
+        def call() -> Tensor:
+            return function(**args)
+
+        device = args["input"].device
+        if self.peer.graph:
+            self.prepared = prepare_graph(call)
+        else:
+            self.prepared = prepare(call, self.case.output_shape(size), self.dtype, device)
+        self.output = self.prepared.output().clone()
+
+    def verify(self, exact: Tensor, allowed: float) -> None:
+        """Compare the first output; a wrong one takes the peer out of the race."""
+        if self.output is not None:
+            self.allowed = allowed
+            self.error = relative_error(self.output, exact)
+            self._judge(exact)
+
+    def time(self, timer: Timer, settings: Settings) -> None:
+        """One round, unless the row has already had far more than its time."""
+        if self.status == "ok" and sum(self.samples) < 4e3 * settings.budget_s:
+            self._run(lambda: self.samples.extend(timer.sample(self._call, settings.budget_s / settings.rounds)))
+
+    def verify_again(self, exact: Tensor) -> None:
+        """Compare the last timed output; a graph's, which has stood in one place all along, is first made anew."""
+        if self.status == "ok" and self.prepared is not None:
+            if self.peer.graph:
+                self.output = self.prepared.output()
+            self._judge(exact)
+
+    def row(self) -> report.Row:
+        timing = Timing.of(self.samples) if self.status == "ok" and self.samples else None
+        label = "torch.mean" if self.case.op == "global_avg_pool" and self.peer.key == "eager" else self.peer.label
+        return report.Row(self.peer.key, label, self.status, self.note, self.error, self.allowed, timing)
+
+    def _call(self) -> None:
+        assert self.prepared is not None
+        self.output = self.prepared.call()
+
+    def _judge(self, exact: Tensor) -> None:
+        assert self.allowed is not None and self.output is not None
+        why = complaint(self.case, self.output, exact, self.dtype, self.allowed, ours=self.peer.source == "ours")
+        if why:
+            self.status, self.note = "FAILED", why
+
+    def _run(self, action: Callable[[], None]) -> None:
+        """Do it with the peer's TF32 setting; what it raises becomes the row's text."""
+        try:
+            with tf32_convolutions(self.peer.tf32):
+                action()
+        except Exception as error:  # whatever a peer raises is its result, and must not end the others' run
+            self.status, self.note = failure(error, ours=self.peer.source == "ours")
+
+
+def failure(error: Exception, ours: bool) -> tuple[report.Status, str]:
+    """What an exception says about a row: ours may be unfinished, but must not break; a peer may be unavailable."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if ours:
+        return ("not supported yet" if "not supported yet" in str(error) else "FAILED"), text
+    return "unavailable", f"{type(error).__name__}: {text}"
+
+
+def run_case(
+    case: Case,
+    size_name: SizeName,
+    batch: int | None,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    timer: Timer,
+    settings: Settings,
+    step: Callable[[str], None],
+) -> report.CaseResult:
+    """Verify and time one case; ``step`` hears what is being done."""
+    size, device = case.size(size_name, batch), generator.device
+    step("inputs")
+    args = case.inputs(size, dtype, generator)
+
+    # Eager always runs: its error is what ours may have.
+    peers = [peer for peer in case.available_peers(device, dtype) if peer.key in (*settings.peers, "eager")]
+    if any(peer.compiled for peer in peers):
+        torch.compiler.reset()  # code of earlier cases
+    contenders = []
+    for peer in peers:
+        step(f"{peer.label}: first call")
+        contenders.append(Contender(case, peer, size, dtype, args))
+
+    step("expected values in float64")
+    with tf32_convolutions(False):
+        check_exact(case, args)
+        exact = case.exact(args)
+    by_key = {contender.peer.key: contender for contender in contenders}
+    eager = by_key["eager"]
+    eager.verify(exact, case.tolerance(eager.peer, device, dtype))
+    for contender in contenders:
+        if contender.peer.source == "ours":
+            contender.verify(exact, allowed_error(exact, dtype, eager.error if eager.status == "ok" else None))
+        else:
+            contender.verify(exact, case.tolerance(contender.peer, device, dtype))
+
+    contenders = [contender for contender in contenders if contender.peer.key in settings.peers]
+    read, written = case.bytes_moved(size, dtype)
+    step("limit")
+    limit = Limit(case.limit, args["input"], read + written)
+    before = limit.measure(timer, settings.budget_s / 4)
+    for _ in range(settings.rounds):
+        for contender in contenders:
+            step(contender.peer.label)
+            contender.time(timer, settings)
+    step("limit")
+    after = limit.measure(timer, settings.budget_s / 4)
+    for contender in contenders:
+        contender.verify_again(exact)
+
+    method, timing = min(before, after, key=lambda entry: entry[1].median_ms)
+    return report.CaseResult(
+        case=case.name,
+        about=case.about,
+        op=case.op,
+        dtype=str(dtype).removeprefix("torch."),
+        size=size_name,
+        input=size.input,
+        channels_last=case.channels_last,
+        output=case.output_shape(size),
+        bytes_read=read,
+        bytes_written=written,
+        operations=case.operations(size),
+        rows=tuple(contender.row() for contender in contenders),
+        limit=report.LimitResult(
+            case.limit, limit.bytes_moved, method, before[1].median_ms, after[1].median_ms, timing, limit.note
+        ),
+    )
+
+
+def run_host(dtype: torch.dtype, generator: torch.Generator, budget_s: float) -> list[report.HostRow]:
+    """Host times of small calls, each verified first."""
+    name = str(dtype).removeprefix("torch.")
+    rows = []
+    for probe in host_calls(dtype, generator):
+        status: report.Status = "ok"
+        note, spent = "", None
+        try:
+            with tf32_convolutions(False):
+                error = relative_error(probe.call(), probe.exact)
+                if error > PEER_TOLERANCE[dtype]:
+                    status, note = "FAILED", f"error {error:.2e} is above {PEER_TOLERANCE[dtype]:.2e}"
+                else:
+                    spent = host_time(probe.call, generator.device, budget_s)
+        except Exception as raised:  # as for a contender
+            status, note = failure(raised, probe.ours)
+        rows.append(report.HostRow(probe.label, name, status, note, spent))
+    return rows
+
+
+def machine_facts(device: torch.device) -> dict[str, Any]:
+    """Where this ran and with what."""
+    facts = {
+        "device_type": device.type,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
+        "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0")
+        if device.type == "cuda"
+        else None,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "commit": os.environ.get("GIT_COMMIT") or _commit(),
+        "build": dict(fused_kernels.build_info()),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts["multiprocessors"] = properties.multi_processor_count
+        facts["l2_bytes"] = properties.L2_cache_size
+        facts["memory_bytes"] = properties.total_memory
+    return facts
+
+
+def _output_of(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def _commit() -> str | None:
+    """The commit of the source tree in which the package, or the environment that it is installed in, lies."""
+    here = str(Path(__file__).parent)
+    top = _output_of("git", "-C", here, "rev-parse", "--show-toplevel")
+    if top is None or not Path(top, "csrc", "bindings.cpp").exists():
+        return None  # some other project's repository
+    return _output_of("git", "-C", here, "describe", "--always", "--dirty")
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def list_table() -> Table:
+    """The cases, for --list."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("name", "what", "input on a GPU", "input on a CPU", "limit"):
+        table.add_column(heading)
+    for case in CASES.values():
+        sizes = ("×".join(map(str, size.input)) for size in (case.full, case.reduced))
+        table.add_row(case.name, case.about, *sizes, case.limit)
+    table.add_row(HOST, "host time of one small call", "", "", "")
+    return table
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fused_kernels.bench",
+        description="Time the fused ops against PyTorch and against the memory limit; nothing is timed unverified.",
+        epilog="eager is PyTorch's composition with TF32 off; eager_tf32, and all other peers, leave convolutions at "
+        "PyTorch's default. hand is the same collapse written in PyTorch, hand_graph that compiled and under a CUDA "
+        "graph. Peers that mean nothing for a case, device or dtype are left out.",
+    )
+    names = {name.lower(): name for name in (*CASES, HOST)}
+    parser.add_argument(
+        "--case",
+        nargs="+",
+        metavar="NAME",
+        default=[*CASES, HOST],
+        type=lambda name: names.get(name.lower(), name),
+        help="default: all that --list names",
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:N")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"])
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--size", choices=get_args(SizeName), help="default: full on a GPU, reduced on a CPU")
+    parser.add_argument("--batch", type=int, help="another batch than the size's")
+    parser.add_argument("--quick", action="store_true", help="shorter measurements, no torch.compile")
+    parser.add_argument("--demo", action="store_true", help="cases A and B only, and a short table")
+    parser.add_argument("--seed", type=int, help="of the inputs; default: a new one for each run")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results")
+    parser.add_argument("--list", action="store_true", help="name the cases and exit")
+    parser.add_argument(
+        "--readme",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="README.md RESULTS.json...: generate the README's table from written results, and exit",
+    )
+    return parser
+
+
+def settings_of(options: argparse.Namespace) -> Settings:
+    peers = tuple(options.peers)
+    if options.demo:
+        return Settings(budget_s=1.0, rounds=2, peers=tuple(key for key in peers if key in DEMO_PEERS))
+    if options.quick:
+        return Settings(budget_s=0.2, rounds=1, peers=tuple(key for key in peers if not PEERS[key].compiled))
+    return Settings(peers=peers)
+
+
+def run(options: argparse.Namespace, progress: Progress) -> report.Run:
+    """All that the command line asks for."""
+    device = torch.device(options.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        device = torch.device("cuda", torch.cuda.current_device())
+    size: SizeName = options.size or ("full" if device.type == "cuda" else "reduced")
+    settings = settings_of(options)
+    seed = secrets.randbits(32) if options.seed is None else options.seed
+    generator = torch.Generator(device).manual_seed(seed)
+    names = DEMO_CASES if options.demo else options.case
+    dtypes = [DTYPES[name] for name in options.dtype]
+
+    work = [(CASES[name], dtype) for name in names if name != HOST for dtype in dtypes]
+    task = progress.add_task("starting", total=len(work) + (HOST in names) * len(dtypes))
+    cases, host = [], []
+    with torch.no_grad():
+        timer = make_timer(device)
+        for case, dtype in work:
+            title = f"{case.name} {str(dtype).removeprefix('torch.')}"
+
+            def step(text: str, title: str = title) -> None:
+                progress.update(task, description=f"{title}: {text}")
+
+            cases.append(run_case(case, size, options.batch, dtype, generator, timer, settings, step))
+            progress.advance(task)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        for dtype in dtypes if HOST in names else ():
+            progress.update(task, description="host time of one small call")
+            host += run_host(dtype, generator, settings.budget_s / 4)
+            progress.advance(task)
+    used = {"seed": seed, "size": size, "batch": options.batch, **dataclasses.asdict(settings)}
+    return report.Run(machine_facts(device), used, tuple(cases), tuple(host))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    command = parser()
+    options = command.parse_args(arguments)
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    if options.list:
+        console.print(list_table())
+        return 0
+    if options.readme:
+        readme, *results = options.readme
+        if not results:
+            command.error("--readme needs the README and at least one JSON file")
+        readme.write_text(report.update_readme(readme.read_text(), [report.read_json(path) for path in results]))
+        return 0
+    unknown = [name for name in options.case if name not in (*CASES, HOST)]
+    if unknown:
+        command.error(f"no case named {', '.join(unknown)}; --list names them")
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        result = run(options, progress)
+    report.print_run(result, console, demo=options.demo)
+    if options.json:
+        report.write_json(result, options.json)
+    return 1 if result.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Compiles the two binaries of fused_kernels; everything else about the package is in pyproject.toml.
+
+fused_kernels/_ops.so   every op, on torch's stable ABI: no Python, no CUDA library; CUDA kernels if a toolkit is found
+fused_kernels/_C        facts for Python (shape arithmetic, launch plans), through pybind11: no torch
+
+Environment: FUSED_KERNELS_CUDA=0 leaves CUDA out, =1 insists on it; TORCH_CUDA_ARCH_LIST picks the architectures.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pybind11
+from setuptools import Extension, setup
+from torch.utils import cpp_extension
+
+ARCHS = "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
+TARGET_TORCH = "0x020a000000000000"  # the oldest torch that the binary runs under: 2.10
+
+
+def sources(*patterns: str) -> list[str]:
+    return sorted(str(path) for pattern in patterns for path in Path("csrc").glob(pattern))
+
+
+def behind_nvcc() -> Path | None:
+    """The toolkit of the nvcc on the PATH, which can be a link or a script elsewhere, so nvcc itself is asked."""
+    if not (nvcc := shutil.which("nvcc")):
+        return None
+    said = subprocess.run([nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, check=False)
+    top = re.search(r"^#\$ TOP=(.+)$", said.stderr, re.MULTILINE)
+    return Path(top[1] if top else Path(nvcc).resolve().parent.parent).resolve()
+
+
+def cuda_toolkit() -> Path | None:
+    """The first place that really holds a toolkit; None leaves CUDA out."""
+    wanted = os.environ.get("FUSED_KERNELS_CUDA", "")
+    if wanted == "0":
+        return None
+    named = [Path(place) for name in ("CUDA_HOME", "CUDA_PATH") if (place := os.environ.get(name))]
+    for place in (*named, behind_nvcc(), Path("/usr/local/cuda")):
+        if place and (place / "include/cuda_runtime.h").is_file() and (place / "bin/nvcc").is_file():
+            return place
+    if wanted == "1":
+        raise SystemExit(
+            "FUSED_KERNELS_CUDA=1, but no CUDA toolkit (include/cuda_runtime.h and bin/nvcc) in CUDA_HOME, CUDA_PATH, "
+            "behind the nvcc on the PATH, or in /usr/local/cuda"
+        )
+    return None
+
+
+def ops_extension(cuda: Path | None) -> Extension:
+    macros = [("TORCH_TARGET_VERSION", TARGET_TORCH)]
+    # No -std: torch's BuildExtension adds the one that its headers need. No fast-math: NaN and infinity count.
+    flags = {"cxx": ["-O3", "-g0", "-Wall", "-fvisibility=hidden"]}
+    libraries = ["torch_cpu", "c10"]
+    if cuda:
+        archs = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", ARCHS)
+        macros.append(("USE_CUDA", None))
+        flags["cxx"].append(f'-DFUSED_KERNELS_CUDA_ARCHS="{archs.replace(" ", ";")}"')
+        flags["nvcc"] = ["-O3", "--threads=2", "-Xfatbin=-compress-all", "-Xcompiler=-Wall,-fvisibility=hidden"]
+        libraries += ["cudart_static", "dl", "rt", "pthread"]
+    extension = (cpp_extension.CUDAExtension if cuda else cpp_extension.CppExtension)(
+        "fused_kernels._ops",
+        sources("*.cpp", "kernels/*.cpp", *(["kernels/*.cu"] if cuda else [])),
+        define_macros=macros,
+        extra_compile_args=flags,
+        # Nothing of the static CUDA runtime is exported, and nothing is left to be found at load time.
+        extra_link_args=["-Wl,--exclude-libs,ALL", "-Wl,--no-undefined"],
+    )
+    extension.sources.remove("csrc/python.cpp")
+    extension.libraries = libraries  # instead of torch's choice: no shared CUDA library, no Python
+    return extension
+
+
+def python_extension() -> Extension:
+    return Extension(
+        "fused_kernels._C",
+        ["csrc/python.cpp", "csrc/kernels/geometry.cpp"],
+        include_dirs=["csrc", pybind11.get_include()],
+        extra_compile_args=["-O3", "-g0", "-Wall", "-fvisibility=hidden"],
+        language="c++",
+    )
+
+
+class BuildExt(cpp_extension.BuildExtension):
+    def get_ext_filename(self, name: str) -> str:
+        *package, module = name.split(".")
+        return os.path.join(*package, "_ops.so") if module == "_ops" else super().get_ext_filename(name)
+
+    def build_extension(self, extension: Extension) -> None:
+        if extension.name == "fused_kernels._ops":
+            extension.extra_compile_args["cxx"].append(f'-DFUSED_KERNELS_VERSION="{self.distribution.get_version()}"')
+        # One object folder each: both compile geometry.cpp, with different flags.
+        build_temp = self.build_temp
+        self.build_temp = os.path.join(build_temp, extension.name)
+        # torch's ninja file can miss the headers of .cu files.
+        newest = max(os.path.getmtime(path) for path in extension.depends)
+        for compiled in Path(self.build_temp).rglob("*.o"):
+            if compiled.stat().st_mtime < newest:
+                compiled.unlink()
+        super().build_extension(extension)
+        self.build_temp = build_temp
+
+
+cuda = cuda_toolkit()
+print(f"fused_kernels: CUDA toolkit {cuda}" if cuda else "fused_kernels: CPU only")
+cpp_extension.CUDA_HOME = cuda and str(cuda)
+# The CUDA runtime is linked statically, so torch's own CUDA version need not match the toolkit's.
+cpp_extension._check_cuda_version = lambda *_: None
+
+extensions = [ops_extension(cuda), python_extension()]
+for extension in extensions:
+    extension.depends = sources("**/*.h", "**/*.cuh", "**/*.cu")  # in the sdist, too
+
+setup(ext_modules=extensions, cmdclass={"build_ext": BuildExt})

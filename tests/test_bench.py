@@ -1,0 +1,370 @@
+"""The benchmark's own correctness: what it declares, what its verifier catches, what it writes; no time is asserted."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import operator
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import fused_kernels
+from fused_kernels import reference
+from fused_kernels.bench import report, timing
+from fused_kernels.bench.__main__ import main
+from fused_kernels.bench.cases import (
+    CASES,
+    PEER_TOLERANCE,
+    PEERS,
+    Args,
+    Case,
+    Size,
+    allowed_error,
+    check_exact,
+    complaint,
+    host_calls,
+    relative_error,
+)
+
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+MEDIUM = {"A": Size((4, 8, 40, 56), 16), "A0": Size((4, 8, 40, 56), 16), "B": Size((4, 3, 8, 10, 12), 16)}
+MEDIUM["G-56"] = Size((4, 8, 40, 56))
+medium_case = pytest.mark.parametrize("name", MEDIUM)
+
+
+def make_inputs(case: Case, size: Size, dtype: torch.dtype = torch.float32, seed: int = 1) -> Args:
+    return case.inputs(size, dtype, torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny calls do not need more, and on a busy machine threads that wait for each other take long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# --- What a case declares ---
+
+
+@every_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_declared_bytes_are_the_tensors_bytes(case: Case, dtype: torch.dtype) -> None:
+    for size in (case.tiny, case.tiny.with_batch(6)):
+        args = make_inputs(case, size, dtype)
+        output = case.composition(args).to(dtype)
+        read = sum(value.nbytes for value in args.values() if isinstance(value, torch.Tensor))
+        assert case.bytes_moved(size, dtype) == (read, output.nbytes)
+        assert case.output_shape(size) == output.shape
+        assert case.operations(size) >= args["input"].numel()
+
+
+@every_case
+def test_sizes_differ_in_scale_only(case: Case) -> None:
+    assert case.size("full") == case.full
+    assert case.size("reduced", batch=2).input == (2, *case.full.input[1:])
+    assert case.reduced.out_channels == case.full.out_channels
+
+
+@every_case
+def test_no_input_is_zero_and_no_two_planes_are_alike(case: Case) -> None:
+    args = make_inputs(case, case.tiny)
+    for value in args.values():
+        if isinstance(value, torch.Tensor):
+            assert value.count_nonzero() == value.numel()
+    planes = args["input"].flatten(2).mean(2).flatten()
+    assert planes.unique().numel() == planes.numel()
+    assert not torch.equal(args["input"], make_inputs(case, case.tiny, seed=2)["input"])
+
+
+def test_peers_that_mean_nothing_are_left_out() -> None:
+    def keys(name: str, device: str, dtype: torch.dtype) -> list[str]:
+        return [peer.key for peer in CASES[name].available_peers(torch.device(device), dtype)]
+
+    assert keys("A", "cuda", torch.float32) == list(PEERS)
+    assert keys("A", "cuda", torch.bfloat16) == [key for key in PEERS if key != "eager_tf32"]
+    assert keys("A", "cpu", torch.float32) == ["ours", "eager", "compile", "hand", "hand_compile"]
+    assert keys("G-7", "cuda", torch.float32) == ["ours", "ours_graph", "eager", "compile"]
+
+
+# --- The expected values ---
+
+
+@every_case
+def test_expected_values_are_the_composition_in_float64(case: Case) -> None:
+    for size in (case.tiny, case.tiny.with_batch(5)):
+        args = make_inputs(case, size, torch.float64)
+        check_exact(case, args)
+        composition = case.composition(args)
+        assert composition.dtype == torch.float64
+        assert relative_error(case.exact(args), composition) < 1e-13
+        assert relative_error(case.function("eager")(**args), composition) < 1e-13
+
+
+@every_case
+def test_form_collapsed_by_hand_is_right(case: Case) -> None:
+    if "hand" not in case.peers:
+        with pytest.raises(NotImplementedError, match=case.name):
+            case.hand()
+        return
+    args = make_inputs(case, case.tiny, torch.float64)
+    assert relative_error(case.hand()(**args), case.composition(args)) < 1e-13
+
+
+def test_a_wrong_formula_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["A"]
+    monkeypatch.setattr(type(case), "exact", lambda self, args: self.composition(args) * (1 + 1e-9))
+    with pytest.raises(AssertionError, match="A: the collapsed formula differs"):
+        check_exact(case, make_inputs(case, case.tiny))
+
+
+# --- The verifier ---
+
+
+def verdict(case: Case, args: Args, output: torch.Tensor) -> str:
+    exact = case.exact(args)
+    allowed = allowed_error(exact, torch.float32, relative_error(case.function("eager")(**args), exact))
+    return complaint(case, output, exact, torch.float32, allowed, ours=True)
+
+
+@medium_case
+def test_right_output_passes(name: str) -> None:
+    case, args = CASES[name], make_inputs(CASES[name], MEDIUM[name])
+    assert verdict(case, args, case.function("eager")(**args)) == ""
+    assert verdict(case, args, case.exact(args).float()) == ""
+
+
+@medium_case
+def test_constant_input_is_caught(name: str) -> None:
+    case, args = CASES[name], make_inputs(CASES[name], MEDIUM[name])
+    constant = {**args, "input": torch.full_like(args["input"], 0.5)}
+    assert "error" in verdict(case, args, case.function("eager")(**constant))
+
+
+@pytest.mark.parametrize("name", ["A", "A0"])
+@pytest.mark.parametrize("extent", [(40, 56), (512, 512)])
+def test_wrong_divisor_is_caught(name: str, extent: tuple[int, int]) -> None:
+    case = CASES[name]
+    height, width = extent
+    args = make_inputs(case, Size((2, 4, height, width), 8))
+    bias = args["bias"]
+    scaled = {**args, "weight": args["weight"] * ((height + 2) * (width + 2) / (height * width))}
+    assert "error" in verdict(case, args, case.exact({**scaled, "bias": bias}).float())
+
+
+@medium_case
+def test_one_wrong_channel_or_sample_is_caught(name: str) -> None:
+    case, args = CASES[name], make_inputs(CASES[name], MEDIUM[name])
+    changed = args["input"].clone()
+    changed[-1, 3 % changed.shape[1]] *= 1.001
+    assert verdict(case, args, case.exact({**args, "input": changed}).float())
+    assert verdict(case, args, case.exact(args).float().roll(1, 0))
+
+
+@medium_case
+def test_wrong_kind_of_output_is_caught(name: str) -> None:
+    case, args = CASES[name], make_inputs(CASES[name], MEDIUM[name])
+    right = case.exact(args).float()
+    unwritten = right.clone()
+    unwritten.view(-1)[-1] = math.nan
+    assert "1 of" in verdict(case, args, unwritten)
+    assert "dtype" in verdict(case, args, right.double())
+    assert "shape" in verdict(case, args, right.flatten())
+
+
+def test_logsumexp_is_held_to_rtol_1e6() -> None:
+    case, args = CASES["A"], make_inputs(CASES["A"], MEDIUM["A"])
+    exact = case.exact(args)
+    output = exact.float() * (1 + 2e-6)
+    assert "of itself" in complaint(case, output, exact, torch.float32, allowed=1e-3, ours=True)
+    assert complaint(case, output, exact, torch.float32, allowed=1e-3, ours=False) == ""
+
+
+def test_allowed_error_is_eagers_or_one_ulp() -> None:
+    exact = torch.tensor([0.5, -6.0], dtype=torch.float64)
+    assert allowed_error(exact, torch.float32, 1e-3) == 1e-3
+    assert allowed_error(exact, torch.float32, 0.0) == 2.0**-23 * 4 / 6
+    assert allowed_error(exact, torch.float16, None) == PEER_TOLERANCE[torch.float16]
+    assert allowed_error(exact, torch.float64, 0.0) == PEER_TOLERANCE[torch.float64]
+
+
+def test_host_calls_are_verified_against_right_values() -> None:
+    for probe in host_calls(torch.float32, torch.Generator().manual_seed(3)):
+        assert probe.exact.dtype == torch.float64
+        if not probe.ours:
+            assert relative_error(probe.call(), probe.exact) < PEER_TOLERANCE[torch.float32]
+
+
+# --- Timer and limit ---
+
+
+def test_statistics_of_samples() -> None:
+    assert timing.Timing.of([4.0, 1.0, 2.0, 3.0, 5.0]) == timing.Timing(3.0, 2.0, 4.0, 1.0, 5)
+    assert timing.Timing.of([7.0]) == timing.Timing(7.0, 7.0, 7.0, 7.0, 1)
+
+
+def test_cpu_timer_calls_what_it_times() -> None:
+    calls: list[int] = []
+    samples = timing.CpuTimer(flush_bytes=1024).sample(lambda: calls.append(1), budget_s=0.01)
+    assert 1 <= len(samples) <= len(calls) == len(samples) + 1  # the warm-up
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_limit_covers_the_input_in_any_layout(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 3, 4, 6).to(dtype).contiguous(memory_format=torch.channels_last)
+    words = timing._flat_words(x)
+    assert words.nbytes == x.nbytes and words.data_ptr() == x.data_ptr()
+    assert timing._checksum(words) == functools.reduce(operator.xor, words.view(torch.int32).tolist()) & 0xFFFFFFFF
+    timer = timing.CpuTimer(flush_bytes=1024)
+    read = timing.Limit("read", x, 0)
+    assert read.bytes_moved == x.nbytes and read.measure(timer, 0.01)[0] == "torch.sum"
+    copy = timing.Limit("copy", x, 1 << 16)
+    assert copy.bytes_moved == 1 << 16 and copy.measure(timer, 0.01)[0] == "copy_"
+
+
+def test_tf32_setting_is_restored() -> None:
+    before = torch.backends.cudnn.allow_tf32
+    with timing.tf32_convolutions(not before):
+        assert torch.backends.cudnn.allow_tf32 is not before
+    assert torch.backends.cudnn.allow_tf32 is before
+
+
+# --- The command ---
+
+
+def bench(tmp_path: Path, *arguments: str) -> tuple[int, report.Run]:
+    """Run the command on tiny inputs on the CPU and read what it wrote."""
+    path = tmp_path / "results" / "run.json"
+    common = ("--device", "cpu", "--size", "tiny", "--quick", "--seed", "7", "--json", str(path))
+    return main([*common, *arguments]), report.read_json(path)
+
+
+@pytest.fixture
+def ours_is_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the reference in the place of ours: what is tested here is the benchmark."""
+    for name in {case.op for case in CASES.values()}:
+        monkeypatch.setattr(fused_kernels, name, getattr(reference, name))
+
+
+@pytest.mark.usefixtures("ours_is_eager")
+def test_results_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, run = bench(tmp_path, "--case", "a", "B", "--dtype", "float32")
+    assert status == 0 and not run.failures
+    assert [(case.case, case.dtype) for case in run.cases] == [("A", "float32"), ("B", "float32")]
+    for result in run.cases:
+        case, dtype = CASES[result.case], getattr(torch, result.dtype)
+        assert [row.peer for row in result.rows] == ["ours", "eager", "hand"]
+        assert (result.bytes_read, result.bytes_written) == case.bytes_moved(case.tiny, dtype)
+        assert result.limit is not None and result.limit.timing.median_ms > 0
+        for row in result.rows:
+            assert row.status == "ok" and row.timing is not None and row.timing.reps >= 1
+            assert row.error is not None and row.allowed is not None and row.error <= row.allowed
+    assert run.settings["seed"] == 7
+    assert run.machine["torch"] == torch.__version__ and run.machine["build"]
+    printed = capsys.readouterr().out
+    assert "by hand" in printed and "limit (read)" in printed and "limit (copy)" in printed
+
+
+@pytest.mark.usefixtures("ours_is_eager")
+def test_wrong_results_fail_and_are_not_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fused_kernels, "global_avg_pool", lambda input: reference.global_avg_pool(input) * 1.0001)
+    status, run = bench(tmp_path, "--case", "G-7", "--peers", "ours")
+    (row,) = run.cases[0].rows
+    assert status == 1 and row.status == "FAILED" and row.timing is None and "is above" in row.note
+    assert "FAILED" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("ours_is_eager")
+def test_a_result_that_goes_wrong_later_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    def wrong_after_the_first(input: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return reference.global_avg_pool(input) * (1.0 if calls == 1 else math.nan)
+
+    monkeypatch.setattr(fused_kernels, "global_avg_pool", wrong_after_the_first)
+    status, run = bench(tmp_path, "--case", "G-7")
+    row = run.cases[0].row("ours")
+    assert status == 1 and row is not None and row.status == "FAILED" and row.timing is None and calls > 1
+
+
+@pytest.mark.parametrize(
+    ("message", "status", "code"),
+    [("input: channels_last is not supported yet", "not supported yet", 0), ("illegal access", "FAILED", 1)],
+)
+def test_exceptions_become_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: str, status: str, code: int
+) -> None:
+    def refuse(input: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(fused_kernels, "global_avg_pool", refuse)
+    exit_status, run = bench(tmp_path, "--case", "G-7-cl")
+    ours, eager = run.cases[0].rows
+    assert exit_status == code and ours.status == status and ours.note == message and ours.timing is None
+    assert eager.status == "ok" and eager.timing is not None
+
+
+def test_installed_command(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    command = [sys.executable, "-m", "fused_kernels.bench", "--device", "cpu", "--size", "tiny", "--quick"]
+    command += ["--case", "G-7", "host", "--json", str(path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(path.read_text())["schema"] == report.SCHEMA
+    run = report.read_json(path)
+    assert run.cases[0].median("ours") is not None
+    assert {row.label for row in run.host} >= {"torch.mean", "global_avg_pool", "conv_transpose2d"}
+
+
+def test_list_and_unknown_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in CASES)
+    with pytest.raises(SystemExit):
+        main(["--case", "Z"])
+    assert "no case named Z" in capsys.readouterr().err
+
+
+# --- The README's table ---
+
+
+@pytest.mark.usefixtures("ours_is_eager")
+def test_readme_table_comes_from_json(tmp_path: Path) -> None:
+    _, run = bench(tmp_path, "--case", "A-small", "G-7", "--peers", "ours", "eager")
+    copy = tmp_path / "copy.json"
+    report.write_json(run, copy)
+    assert report.read_json(copy) == run
+
+    readme = tmp_path / "README.md"
+    readme.write_text(f"# Title\n\n{report.README_BEGIN}\nstale\n{report.README_END}\nrest\n")
+    assert main(["--readme", str(readme), str(copy)]) == 0
+    text = readme.read_text()
+    assert text.startswith("# Title\n\n") and text.endswith(f"{report.README_END}\nrest\n") and "stale" not in text
+    assert report.update_readme(text, [run]) == text
+    assert run.machine["device"] in text and "| A-small float32 |" in text
+
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + len(run.cases) and len({line.count("|") for line in table}) == 1
+    ours = run.cases[0].median("ours")
+    assert report.milliseconds(ours) in table[2]
+
+    with pytest.raises(ValueError, match="no region"):
+        report.update_readme("no markers", [run])
+
+
+def test_numbers_as_text() -> None:
+    shown = [report.milliseconds(value) for value in (None, 0.00512, 0.2441, 3.194, 15.67, 99.97, 1404.2)]
+    assert shown == ["–", "0.0051", "0.2441", "3.19", "15.7", "100", "1404"]

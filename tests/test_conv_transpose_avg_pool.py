@@ -1,0 +1,313 @@
+"""The average-pool family: conv_transpose_avg_pool (B)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from conftest import LAYOUTS, B, Inputs, cuda_only, draw_call, every_dtype
+from hypothesis import given
+from hypothesis import strategies as st
+from tolerances import DTYPES, check
+
+import fused_kernels
+from fused_kernels import conv_transpose_avg_pool
+
+f64, f32, f16, bf16 = DTYPES
+
+
+# ---- every dispatch boundary, and one to each side of it -----------------------------------------------------------
+
+WORKLOAD = {"stride": 2, "padding": 1}  # with kernel 3 and pool 2: two taps a dimension, and D - 1 outputs
+STAGED, DIRECT = ["staged_conv"], ["collapse_taps", "direct_conv"]
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize(
+    ("shape", "weight", "kwargs", "dtype", "launched"),
+    [
+        ((1, 3, 3, 16, 33), (16, 3, 3, 3), WORKLOAD, f32, STAGED),  # tiles of 16 x 32 outputs, 15 x 32 of one taken
+        ((2, 1, 2, 18, 33), (15, 3, 3, 3), WORKLOAD, f32, STAGED),  # 17 x 32
+        ((1, 2, 3, 17, 32), (17, 3, 3, 3), WORKLOAD, f16, STAGED),  # 16 x 31; 16 channels at a time
+        ((1, 2, 2, 33, 34), (33, 3, 3, 3), WORKLOAD, bf16, STAGED),  # 32 x 33
+        ((2, 3, 2, 2, 2), (1, 3, 3, 3), WORKLOAD, bf16, STAGED),
+        ((1, 16, 2, 5, 4), (16, 3, 3, 3), WORKLOAD, f32, STAGED),  # all that shared memory holds
+        ((1, 17, 2, 5, 4), (16, 3, 3, 3), WORKLOAD, f32, DIRECT),
+        ((1, 8, 2, 4, 4), (208, 3, 3, 3), WORKLOAD, f32, STAGED),
+        ((1, 8, 2, 4, 4), (209, 3, 3, 3), WORKLOAD, f32, DIRECT),
+        ((2, 30, 18, 32), (15, 3, 3), WORKLOAD, f32, STAGED),
+        ((2, 31, 18, 32), (15, 3, 3), WORKLOAD, f32, DIRECT),
+        ((2, 2, 34, 66), (4, 2, 2), {"padding": 1, "pool_kernel_size": 1}, f32, STAGED),
+        ((1, 1, 4, 4), (2, 64, 64), {"stride": 64, "padding": 63, "pool_kernel_size": 64}, f32, STAGED),
+        ((1, 1, 4, 4), (2, 65, 65), {"stride": 64, "padding": 64, "pool_kernel_size": 64}, f32, DIRECT),
+        ((1, 3, 2, 5, 6), (16, 3, 3, 3), WORKLOAD, f64, DIRECT),
+        ((2, 3, 33), (4, 3), WORKLOAD, f32, DIRECT),
+        ((2, 3, 31), (3, 3), WORKLOAD, f32, DIRECT),  # 4 channels a thread
+        ((2, 6, 3, 32), (5, 3, 3), WORKLOAD | {"groups": 2}, bf16, DIRECT),
+        ((1, 1, 257), (1, 1), {"pool_kernel_size": 1}, f32, DIRECT),  # 256 threads a block
+        ((1, 1, 256), (1, 4), {"padding": 2, "pool_kernel_size": 1}, f16, DIRECT),
+        ((1, 2, 9, 9), (3, 4, 4), WORKLOAD, f32, DIRECT),  # reaches over the border
+        ((1, 2, 9, 9), (3, 3, 3), {"pool_kernel_size": 2, "pool_stride": 3}, f32, DIRECT),
+        ((1, 2, 9, 9), (3, 2, 2), {"dilation": 3, "pool_kernel_size": 1}, f32, DIRECT),  # offsets without a tap
+        (
+            (1, 2, 4, 4),
+            (3, 1, 1),
+            {"stride": 3, "padding": 1, "pool_kernel_size": 1, "pool_stride": 3},
+            f32,
+            DIRECT[1:],
+        ),
+    ],
+    ids=str,
+)
+def test_boundaries(
+    inputs: Inputs,
+    shape: tuple[int, ...],
+    weight: tuple[int, ...],
+    kwargs: dict[str, int],
+    dtype: torch.dtype,
+    launched: list[str],
+) -> None:
+    x, w = inputs.input(*shape, dtype=dtype), inputs.weight(shape[1], *weight, dtype=dtype)
+    bias = inputs.channels(weight[0] * kwargs.get("groups", 1), dtype=dtype)
+    plan = fused_kernels.plan(B, x.to("meta"), w.to("meta"), **kwargs)
+    assert [launch.kernel for launch in plan.launches] == launched
+    check(B, x, w, bias, **kwargs, scale1=0.5, shift=bias, scale2=bias, against_eager=False)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("shape", [(2, 6, 17, 33), (2, 4, 3, 5, 34)], ids=str)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_channels_last_in_and_out(inputs: Inputs, shape: tuple[int, ...], groups: int) -> None:
+    dims = len(shape) - 2
+    x = LAYOUTS["channels_last"](inputs.input(*shape))
+    w = inputs.weight(shape[1], 5, *[3] * dims)
+    plan = fused_kernels.plan(B, x.to("meta"), w.to("meta"), **WORKLOAD, groups=groups)
+    assert [launch.kernel for launch in plan.launches] == DIRECT
+    ours = check(B, x, w, **WORKLOAD, groups=groups, against_eager=False)
+    assert ours.is_contiguous(memory_format=torch.channels_last if dims == 2 else torch.channels_last_3d)
+    check(B, x, LAYOUTS["channels_last"](w), **WORKLOAD, groups=groups, against_eager=False)
+
+
+# ---- values --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.smoke
+@every_dtype
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_values(inputs: Inputs, dtype: torch.dtype, dims: int) -> None:
+    x, w = inputs.input(2, 3, *(7, 8, 9)[:dims], dtype=dtype), inputs.weight(3, 5, *[3] * dims, dtype=dtype)
+    bias, shift = inputs.channels(5, dtype=dtype), inputs.channels(5, *[1] * dims, dtype=dtype)
+    scales = {"scale1": inputs.channels(dtype=dtype), "scale2": inputs.channels(dtype=dtype)}
+    check(B, x, w, bias, stride=2, padding=1, shift=shift, **scales)
+    check(B, x, w, stride=1, pool_kernel_size=3, pool_stride=2)
+
+
+@pytest.mark.parametrize("dtype", [f32, bf16], ids=str)
+def test_workload_b(inputs: Inputs, dtype: torch.dtype) -> None:
+    """At batch 2 and a smaller size."""
+    x, w = inputs.input(2, 3, 8, 34, 32, dtype=dtype), inputs.weight(3, 16, 3, 3, 3, dtype=dtype)
+    shift, scale = inputs.channels(16, 1, 1, 1, dtype=dtype), inputs.channels(dtype=dtype)
+    ours = check(B, x, w, inputs.channels(16, dtype=dtype), 2, 1, shift=shift, scale1=0.5, scale2=scale)
+    assert ours.shape == (2, 16, 7, 33, 31)
+
+
+@every_dtype
+@pytest.mark.parametrize(
+    ("shape", "weight", "kwargs"),
+    [  # what models hold besides: upsampling by 2, by 8, depthwise, many channels, two pools in a row
+        ((2, 64, 6, 5), (64, 4, 4), {"stride": 2, "padding": 1}),
+        ((2, 16, 3, 6, 5), (32, 3, 3, 3), {"stride": 2, "padding": 1, "output_padding": 1}),
+        ((2, 3, 5, 6, 4), (16, 3, 3, 3), {"stride": 2, "padding": 1, "pool_kernel_size": 4}),
+        ((2, 32, 70), (16, 16), {"stride": 8, "padding": 4, "pool_kernel_size": 8}),
+        ((2, 7, 9, 8), (1, 3, 3), {"stride": 2, "padding": 1, "groups": 7}),
+        ((1, 300, 3, 4), (65, 3, 3), {"stride": 2, "padding": 1}),
+    ],
+    ids=str,
+)
+def test_other_models(
+    inputs: Inputs, dtype: torch.dtype, shape: tuple[int, ...], weight: tuple[int, ...], kwargs: dict[str, int]
+) -> None:
+    x, w = inputs.input(*shape, dtype=dtype), inputs.weight(shape[1], *weight, dtype=dtype)
+    check(B, x, w, inputs.channels(weight[0] * kwargs.get("groups", 1), dtype=dtype), **kwargs)
+
+
+# Every argument.
+def test_output_padding(inputs: Inputs) -> None:
+    x, w, bias = inputs.input(2, 3, 4, 5), inputs.weight(3, 4, 3, 2), inputs.channels(4)
+    for stride, dilation in [((2, 3), (1, 1)), ((1, 1), (2, 3)), ((3, 1), (1, 2)), ((2, 2), (3, 1))]:
+        for output_padding in [
+            (a, b) for a in range(max(stride[0], dilation[0])) for b in range(max(stride[1], dilation[1]))
+        ]:
+            arguments = {
+                "stride": stride,
+                "dilation": dilation,
+                "output_padding": output_padding,
+                "pool_stride": stride,
+            }
+            check(B, x, w, bias, **arguments)
+            check(B, x, w, bias, **arguments, padding=(1, 2), pool_kernel_size=(3, 2))
+
+
+@every_dtype
+@pytest.mark.parametrize(
+    ("kernel", "kwargs"),
+    [
+        ((1, 1), {"padding": (1, 2)}),
+        ((2, 3), {"padding": (3, 4)}),
+        ((3, 1), {"padding": (5, 0), "dilation": 2}),
+        ((2, 2), {"padding": (6, 5), "stride": 2, "output_padding": 1}),
+        ((1, 2), {"padding": (7, 3), "stride": (3, 1), "pool_stride": (3, 2)}),
+    ],
+    ids=str,
+)
+def test_padding_beyond_the_kernel(
+    inputs: Inputs, dtype: torch.dtype, kernel: tuple[int, int], kwargs: dict[str, Any]
+) -> None:
+    x, w = inputs.input(2, 3, 12, 11, dtype=dtype), inputs.weight(3, 4, *kernel, dtype=dtype)
+    check(B, x, w, inputs.channels(4, dtype=dtype), **kwargs)
+
+
+@pytest.mark.parametrize(("channels", "groups", "per_group"), [(6, 6, 1), (6, 6, 2), (6, 2, 5), (66, 3, 33), (5, 1, 1)])
+def test_groups(inputs: Inputs, channels: int, groups: int, per_group: int) -> None:
+    x, w = inputs.input(3, channels, 6, 7), inputs.weight(channels, per_group, 3, 3)
+    bias = inputs.channels(groups * per_group)
+    ours = check(B, x, w, bias, stride=2, padding=1, output_padding=1, groups=groups, dilation=2)
+    # The same by position: stride, padding, output_padding, groups, dilation.
+    alone = [conv_transpose_avg_pool(x[i : i + 1], w, bias, 2, 1, 1, groups, 2) for i in range(3)]
+    assert torch.equal(torch.cat(alone), ours)
+
+
+@pytest.mark.parametrize("pool", [1, 2, 3, (1, 4), (5, 2)])
+@pytest.mark.parametrize("steps", [(), 1, 2, (3, 1)])
+@pytest.mark.parametrize("stride", [1, (2, 1)])
+def test_pools(inputs: Inputs, pool: Any, steps: Any, stride: Any) -> None:
+    """Windows that overlap, that leave gaps, and of other sizes per dimension."""
+    strides = (stride, stride) if isinstance(stride, int) else stride
+    pools = (pool, pool) if isinstance(pool, int) else pool
+    if steps == ():
+        pools = tuple(p * s for p, s in zip(pools, strides, strict=True))
+    else:
+        steps = tuple(n * s for n, s in zip((steps, steps) if isinstance(steps, int) else steps, strides, strict=True))
+    x, w = inputs.input(2, 3, 9, 8), inputs.weight(3, 4, 2, 3)
+    check(B, x, w, stride=stride, padding=1, pool_kernel_size=pools, pool_stride=steps)
+
+
+def test_remainder_is_dropped(inputs: Inputs) -> None:
+    """31 outputs give 15, and the input that only the last of them uses is not read into any."""
+    x, w = inputs.input(1, 2, 31, 31), inputs.weight(2, 3, 1, 1)
+    expected = check(B, x, w)
+    assert expected.shape == (1, 3, 15, 15)
+    x[:, :, 30], x[:, :, :, 30] = math.nan, math.inf
+    assert torch.equal(check(B, x, w), expected)
+    # Nor are cells in gaps between windows.
+    x[:, :, 1::3] = math.nan
+    check(B, x, w, pool_kernel_size=1, pool_stride=3)
+
+
+@pytest.mark.parametrize("kwargs", [{"stride": 3, "padding": 1, "pool_kernel_size": 1, "pool_stride": 3}], ids=str)
+def test_without_taps_the_affine_part_is_left(inputs: Inputs, kwargs: dict[str, int]) -> None:
+    x, w = torch.full((2, 2, 4, 4), math.nan, device=inputs.device), inputs.weight(2, 3, 1, 1)
+    bias, shift = inputs.channels(3), inputs.channels(3)
+    ours = check(B, x, w, bias, **kwargs, scale1=0.5, shift=shift, scale2=3.0)
+    assert torch.equal(ours[0, :, 0, 0], ((bias * 0.5 + shift) * 3.0))
+    assert not check(B, x, w, **kwargs).any()
+
+
+# ---- special values ------------------------------------------------------------------------------------------------
+
+
+@every_dtype
+@pytest.mark.parametrize("border", [math.nan, math.inf, 1e30], ids=str)
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_unused_cells_do_not_matter(inputs: Inputs, dtype: torch.dtype, border: float, dims: int) -> None:
+    inner = inputs.input(2, 2, *[4] * dims, dtype=dtype)
+    w = inputs.weight(2, 3, *[1] * dims, dtype=dtype)
+    x = torch.nn.functional.pad(
+        inner, [1, 1] * dims, value=min(border, torch.finfo(dtype).max) if border < math.inf else border
+    )
+    assert torch.equal(check(B, x, w, padding=1), check(B, inner, w))
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 6, 5), (2, 3, 4, 5, 6)], ids=str)
+def test_special_cells_stay_where_they_are(inputs: Inputs, value: float, shape: tuple[int, ...]) -> None:
+    x, w = inputs.input(*shape), inputs.weight(3, 4, *[3] * (len(shape) - 2), positive=True)
+    x[1, 2, 0, 2] = value
+    for kwargs in (WORKLOAD, {"padding": 1}, {"padding": 1, "stride": 2, "pool_stride": 4}):
+        ours = check(B, x, w, **kwargs)
+        assert ours[0].isfinite().all() and not ours[1].isfinite().all()
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan], ids=str)
+@pytest.mark.parametrize("kwargs", [WORKLOAD, {}, {"padding": 2, "dilation": 2}], ids=str)
+def test_infinite_weights(inputs: Inputs, value: float, kwargs: dict[str, int]) -> None:
+    """They meet the inputs there are, and no zeros of the border."""
+    x, w = inputs.input(2, 3, 6, 5, positive=True), inputs.weight(3, 4, 3, 3)
+    w[1, 2, 0, 1] = value
+    check(B, x, w, **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [f16, bf16], ids=str)
+def test_intermediate_beyond_half_stays_finite(device: torch.device, dtype: torch.dtype) -> None:
+    """A product of 131072 and a tap sum of 120000, before the scale."""
+    x = torch.full((1, 32, 8, 8), 64.0, dtype=dtype, device=device)
+    w = torch.full((32, 1, 1, 1), 64.0, dtype=dtype, device=device)
+    scale = torch.tensor([0.25], dtype=dtype, device=device)
+    assert (conv_transpose_avg_pool(x, w, scale1=scale) == 32768).all()
+    w = torch.full((1, 1, 2), 60000.0, dtype=dtype, device=device)
+    x = torch.full((1, 1, 7), 0.5, dtype=dtype, device=device)
+    check(B, x, w, padding=1, against_eager=False)
+
+
+# ---- sizes ---------------------------------------------------------------------------------------------------------
+
+
+def test_empty_batch(inputs: Inputs) -> None:
+    w = inputs.weight(3, 4, 3, 3)
+    check(B, inputs.input(0, 3, 5, 5), w, **WORKLOAD)
+    check(B, inputs.input(2, 3, 5, 5), w, **WORKLOAD)
+
+
+@pytest.mark.parametrize("shape", [(65537, 2, 3), (70000, 1, 2, 2), (2, 2, 70000), (3, 1, 2, 2, 70000)], ids=str)
+def test_many_samples_or_columns(inputs: Inputs, shape: tuple[int, ...]) -> None:
+    check(B, inputs.input(*shape), inputs.weight(shape[1], 2, *[3] * (len(shape) - 2)), **WORKLOAD)
+
+
+def test_many_channels(inputs: Inputs) -> None:
+    check(B, inputs.input(1, 2, 3), inputs.weight(2, 65537, 3), **WORKLOAD)
+    check(B, inputs.input(1, 65537, 3), inputs.weight(65537, 2, 3), **WORKLOAD, against_eager=False)
+
+
+@pytest.mark.slow
+@cuda_only
+@pytest.mark.parametrize(
+    ("shape", "channels"),
+    [((2, 2, 2**15 + 2, 2**15), 1), ((2, 1, 2**14 + 1, 2**13), 9), ((2**17 + 1, 1, 2, 130, 130), 1)],
+    ids=str,
+)
+def test_more_than_2_31_elements(shape: tuple[int, ...], channels: int) -> None:
+    """In the input, the output, or both; the last cells are checked."""
+    x = torch.zeros(shape, dtype=bf16, device="cuda")
+    x[(-1, -1, *[-1] * (len(shape) - 2))] = 1
+    w = torch.ones(shape[1], channels, *[3] * (len(shape) - 2), dtype=bf16, device="cuda")
+    ours = conv_transpose_avg_pool(x, w, **WORKLOAD)
+    last = ours[(-1, slice(None), *[-1] * (len(shape) - 2))]
+    assert (last == 1 / 2 ** (len(shape) - 2)).all()
+    assert ours[-1, -1].count_nonzero() == 1 and not ours[0].any()
+
+
+# ---- everything at once --------------------------------------------------------------------------------------------
+
+
+@given(data=st.data())
+def test_anything(device: torch.device, data: st.DataObject) -> None:
+    draw = data.draw
+    arguments, output, both_signs = draw_call(draw, device, ("scale1", "shift", "scale2"))
+    pool = [draw(st.integers(1, min(size, 5))) for size in output]
+    pool_stride = [s * draw(st.integers(1, 3)) for s in arguments["stride"]]
+    if all(p % s == 0 for p, s in zip(pool, arguments["stride"], strict=True)) and draw(st.booleans()):
+        pool_stride = []
+    arguments |= {"pool_kernel_size": pool, "pool_stride": pool_stride}
+    check(B, **arguments, nan_may_be="infinite" if both_signs else "NaN")

@@ -1,0 +1,428 @@
+"""The global-pool family: global_avg_pool (G), conv_transpose_global_avg_pool (A0) and ..._logsumexp (A)."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+from conftest import A0, LAYOUTS, A, G, Inputs, draw_call, every_dtype, put_special
+from hypothesis import given
+from hypothesis import strategies as st
+from tolerances import DTYPES, assert_close, check
+from torch import Tensor
+
+import fused_kernels
+from fused_kernels import conv_transpose_global_avg_pool, conv_transpose_global_avg_pool_logsumexp, global_avg_pool
+
+f64, f32, f16, bf16 = DTYPES
+
+# With 2 channels: a sample that one block takes alone, and one whose planes are summed first.
+SIZES = (5, 92)
+both_chains = pytest.mark.parametrize("op", [A0, A])
+
+
+def kernels(op: str, *tensors: Tensor, **kwargs: Any) -> list[str]:
+    """The CUDA kernels that a call launches, on an H200."""
+    return [launch.kernel for launch in fused_kernels.plan(op, *(t.to("meta") for t in tensors), **kwargs).launches]
+
+
+# ---- every dispatch boundary, and one to each side of it -----------------------------------------------------------
+
+TILE, CHUNK, CHUNKS = ["tile_sums"], ["chunk_sums"], ["chunk_sums", "finish_mean"]
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize(
+    ("shape", "dtype", "launched"),
+    [
+        ((1, 1, 1), f32, TILE),
+        ((1, 63, 7, 7), f32, TILE),  # a tile holds 64 planes
+        ((1, 64, 7, 7), f32, TILE),
+        ((5, 13, 7, 7), f32, TILE),
+        ((1, 129, 7, 7), f16, TILE),  # here 128
+        ((3, 11, 3, 3, 3), bf16, TILE),
+        ((2, 9, 2, 31), f64, TILE),
+        ((1, 9, 32), f32, TILE),
+        ((1, 5, 33), f16, TILE),
+        ((2, 3, 511), f32, TILE),  # 2048 bytes
+        ((2, 3, 512), f32, TILE),
+        ((2, 3, 513), f32, CHUNK),
+        ((1, 3, 1024), f16, TILE),
+        ((1, 3, 1025), f16, CHUNK),
+        ((1, 3, 257), f64, CHUNK),
+        ((3, 3, 1024), f32, CHUNK),  # 4096 bytes: one warp, and 8 planes a block
+        ((3, 3, 1025), f32, CHUNK),
+        ((1, 2, 64, 128), f32, CHUNK),  # 32768 bytes: one chunk a plane
+        ((1, 9, 5, 29, 57), f32, CHUNKS),
+        ((1, 1, 16385), bf16, CHUNKS),
+        ((1, 2, 4097), f64, CHUNKS),
+        ((1, 2, 3, 8192), f16, CHUNKS),
+    ],
+    ids=str,
+)
+def test_global_avg_pool_boundaries(
+    inputs: Inputs, shape: tuple[int, ...], dtype: torch.dtype, launched: list[str]
+) -> None:
+    x = inputs.input(*shape, dtype=dtype)
+    assert kernels(G, x) == launched
+    check(G, x, against_eager=False)
+
+
+WHOLE, TILES = ["whole_sample"], ["tile_sums", "finish"]
+CHUNKED, BOXES = ["chunk_sums", "finish"], ["box_sums", "finish"]
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize(
+    ("shape", "weight", "kwargs", "dtype", "launched"),
+    [
+        ((2, 3, 5), (2, 3), {}, f32, WHOLE),
+        ((2, 4, 64, 64), (31, 3, 3), {}, f32, WHOLE),  # 65536 bytes a sample
+        ((1, 4, 4097), (33, 3), {}, f32, CHUNKED),
+        ((2, 32, 3, 3), (127, 2, 2), {}, f32, WHOLE),  # 4096 sums of channels and taps
+        ((2, 32, 3, 3), (128, 2, 2), {}, f32, TILES),
+        ((1, 4, 3, 3), (64, 8, 8), {}, f32, WHOLE),  # 65536 bytes of weights
+        ((1, 4, 3, 3), (65, 8, 8), {}, f32, TILES),
+        ((1, 4, 3, 3), (32, 3, 5), {}, f16, WHOLE),  # from 16 taps on, 8 lanes share a sum of them
+        ((1, 4, 3, 3), (33, 4, 4), {}, bf16, WHOLE),
+        ((1, 2, 2, 2, 2), (33, 2, 2, 2), {}, f64, WHOLE),
+        ((2, 3, 12, 12), (2, 3), {"groups": 3, "stride": 2}, f32, WHOLE),
+        ((1, 1025, 2), (31, 1), {}, bf16, TILES),
+        ((2, 255, 23, 23), (3, 3), {}, f32, CHUNKED),  # 256 channel sums at a time
+        ((1, 256, 23, 23), (3, 15), {}, f32, CHUNKED),
+        ((1, 257, 23, 23), (3, 16), {}, f32, CHUNKED),
+        ((2, 64, 23, 23), (127, 3), {}, f32, CHUNKED),  # 128 output channels a block
+        ((1, 65, 23, 23), (128, 3), {}, f64, CHUNKED),
+        ((1, 4, 8200), (129, 2), {"groups": 2}, f16, CHUNKED),
+        ((2, 3, 4, 4), (2, 3, 3), {"padding": 1}, f32, BOXES),
+        ((1, 2, 128, 128), (33, 3, 3), {"padding": 1}, f32, BOXES),  # 65536 bytes: one chunk a plane
+        ((1, 2, 129, 128), (3, 3, 3), {"padding": 1}, f32, BOXES),
+        ((1, 4, 3, 31, 33), (3, 3, 3, 3), {"padding": 1, "groups": 2, "stride": 2}, f16, BOXES),
+        ((1, 1, 16390), (2, 5), {"padding": 3, "dilation": 2}, f64, BOXES),
+    ],
+    ids=str,
+)
+def test_chain_boundaries(
+    inputs: Inputs,
+    shape: tuple[int, ...],
+    weight: tuple[int, ...],
+    kwargs: dict[str, int],
+    dtype: torch.dtype,
+    launched: list[str],
+) -> None:
+    groups = kwargs.get("groups", 1)
+    kernel = (*weight[1:], *[1] * (len(shape) - 1 - len(weight)))
+    x, w = inputs.input(*shape, dtype=dtype), inputs.weight(shape[1], weight[0], *kernel, dtype=dtype)
+    bias = inputs.channels(weight[0] * groups, dtype=dtype)
+    assert kernels(A0, x, w, bias, **kwargs) == launched
+    assert kernels(A, x, w, bias, **kwargs) == launched
+    check(A0, x, w, bias, **kwargs, scale=bias, against_eager=False)
+    check(A, x, w, bias, **kwargs, shift=bias, out_scale=10.0, against_eager=False)
+
+
+# ---- values --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.smoke
+@every_dtype
+def test_values(inputs: Inputs, dtype: torch.dtype) -> None:
+    check(G, inputs.input(3, 5, 7, 9, dtype=dtype))
+    x, w = inputs.input(3, 4, 7, 9, dtype=dtype), inputs.weight(4, 6, 3, 2, dtype=dtype)
+    bias, shift = inputs.channels(6, dtype=dtype), inputs.channels(6, 1, 1, dtype=dtype)
+    check(A0, x, w, bias, stride=2, padding=1, output_padding=1, scale=0.5, shift=shift)
+    check(A, x, w, bias, shift=shift, out_scale=10.0)
+
+
+@every_dtype
+@pytest.mark.parametrize("size", [1, 2, 7, 14, 28, 56, 112])
+def test_global_avg_pool_of_real_models(inputs: Inputs, dtype: torch.dtype, size: int) -> None:
+    check(G, inputs.input(3, 37, size, size, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [f32, bf16], ids=str)
+def test_workload_a(inputs: Inputs, dtype: torch.dtype) -> None:
+    """At a smaller size, with its 64 and 128 channels."""
+    x, w = inputs.input(2, 64, 40, 56, dtype=dtype), inputs.weight(64, 128, 3, 3, dtype=dtype)
+    bias, shift = inputs.channels(128, dtype=dtype), inputs.channels(128, 1, 1, dtype=dtype)
+    check(A, x, w, bias, shift=shift, out_scale=10.0)
+    check(A0, x, w, bias, shift=shift)
+
+
+def test_docstring_examples() -> None:
+    assert conv_transpose_global_avg_pool(torch.ones(2, 3, 4, 4), torch.ones(3, 5, 3, 3)).flatten()[0] == 12
+    value = conv_transpose_global_avg_pool_logsumexp(torch.zeros(2, 3, 4, 4), torch.ones(3, 8, 3, 3), out_scale=10.0)
+    assert_close(value, torch.full((2, 1), 10 * math.log(8), dtype=f64))
+
+
+# Cells that no tap uses.
+@every_dtype
+@pytest.mark.parametrize("border", [0.0, math.nan, math.inf, -math.inf, 1e30], ids=str)
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_unused_cells_do_not_matter(device: torch.device, dtype: torch.dtype, border: float, dims: int) -> None:
+    inner = torch.arange(1.0, 1 + 2**dims).reshape([2] * dims)  # [[1, 2], [3, 4]], of mean 2.5
+    x = torch.nn.functional.pad(inner, [1, 1] * dims, value=border)[None, None].to(device, dtype)
+    w = torch.ones([1] * (2 + dims), dtype=dtype, device=device)
+    assert conv_transpose_global_avg_pool(x, w, padding=1).item() == inner.mean()
+    assert conv_transpose_global_avg_pool_logsumexp(x, w, padding=1).item() == inner.mean()
+    # A stride of 2 uses the same cells, and leaves gaps.
+    check(A0, x, w, padding=2, stride=2)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=str)
+def test_used_corner_counts(inputs: Inputs, value: float) -> None:
+    x, w = inputs.input(2, 3, 6, 5), inputs.weight(3, 4, 3, 3, positive=True)
+    x[1, 2, 0, 0] = value
+    ours = check(A0, x, w, padding=1)
+    assert ours[0].isfinite().all() and not ours[1].isfinite().any()
+    if value != -math.inf:
+        check(A, x, w, padding=1)
+
+
+@both_chains
+@pytest.mark.parametrize("value", [math.inf, math.nan], ids=str)
+def test_infinite_weights(inputs: Inputs, op: str, value: float) -> None:
+    x, w = inputs.input(2, 3, 6, 5, positive=True), inputs.weight(3, 4, 3, 3)
+    w[1, 2, 0, 1] = value
+    check(op, x, w, padding=1)
+    check(op, x, w)
+
+
+@pytest.mark.parametrize(
+    ("size", "channels"), [(SIZES[0], c) for c in (1, 2, 31, 33, 127, 1000, 1024)] + [(SIZES[1], c) for c in (33, 1000)]
+)
+@pytest.mark.parametrize(
+    "kind", ["finite", "half -inf", "all -inf", "one +inf", "one NaN", "one NaN among -inf", "huge"]
+)
+def test_logsumexp(inputs: Inputs, size: int, channels: int, kind: str) -> None:
+    x, w, shift = inputs.input(2, 2, size, size), inputs.weight(2, channels, 1, 1), inputs.channels(channels)
+    if kind == "half -inf":
+        shift[: channels // 2] = -math.inf
+    elif kind in ("all -inf", "one NaN among -inf"):
+        shift[:] = -math.inf
+    elif kind == "huge":
+        shift *= 1e30  # exp would overflow, or all terms vanish
+    if kind.startswith("one"):
+        shift[channels * 2 // 3] = math.inf if kind == "one +inf" else math.nan
+    ours = check(A, x, w, shift=shift)
+    assert ours.isfinite().all() == (kind in ("finite", "half -inf", "huge"))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_infinite_sums(inputs: Inputs, size: int) -> None:
+    """Infinities of the input itself, in every channel and in one."""
+    w = inputs.weight(3, 40, 1, 1, positive=True)
+    for value in (math.inf, -math.inf):
+        x = inputs.input(2, 3, size, size)
+        x[0, 1, -1, 0] = value
+        assert check(A, x, w)[0] == value
+        assert (check(G, x)[0, 1] == value).all()
+
+
+# Every argument of a transposed convolution.
+@both_chains
+def test_output_padding(inputs: Inputs, op: str) -> None:
+    x, w, bias = inputs.input(2, 3, 4, 5), inputs.weight(3, 4, 3, 2), inputs.channels(4)
+    for stride, dilation in [((2, 3), 1), (1, (2, 3)), ((3, 1), (1, 2)), ((2, 2), (3, 1))]:
+        most = [max(pair) for pair in zip(_pair(stride), _pair(dilation), strict=True)]
+        for output_padding in [(a, b) for a in range(most[0]) for b in range(most[1])]:
+            arguments = {"stride": stride, "dilation": dilation, "output_padding": output_padding}
+            check(op, x, w, bias, **arguments)
+            check(op, x, w, bias, **arguments, padding=(1, 2))
+
+
+def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else value
+
+
+def test_outputs_that_no_tap_reaches_count(device: torch.device) -> None:
+    ones = lambda *shape: torch.ones(shape, device=device)  # noqa: E731
+    ours = conv_transpose_global_avg_pool(ones(1, 4, 1, 1), ones(4, 1, 3, 3), dilation=2, output_padding=1)
+    assert ours.item() == 1.0  # a mean over 6 x 6
+    arguments = {"stride": (2, 1), "output_padding": (1, 0)}
+    ours = conv_transpose_global_avg_pool(ones(2, 16, 1, 1), ones(16, 1, 3, 1), **arguments)
+    assert ours.flatten().tolist() == [12.0, 12.0]
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("shape", [(2, 2, 1), (2, 2, 1, 3), (1, 2, 2, 1, 2)], ids=str)
+def test_without_taps_the_affine_part_is_left(inputs: Inputs, shape: tuple[int, ...]) -> None:
+    """An output of which no tap reaches an element, along one dimension or all."""
+    x, w, bias = (
+        torch.full(shape, math.nan, device=inputs.device),
+        inputs.weight(2, 3, *[1] * (len(shape) - 2)),
+        inputs.channels(3),
+    )
+    arguments = {"stride": 3, "padding": 1, "output_padding": 2}
+    ours = check(A0, x, w, bias, **arguments, scale=0.5, shift=bias)
+    assert torch.equal(ours[0].flatten(), bias * 0.5 + bias)
+    check(A, x, w, bias, **arguments)
+
+
+@both_chains
+@every_dtype
+@pytest.mark.parametrize(
+    ("kernel", "padding", "arguments"),
+    [
+        ((1, 1), (1, 2), {}),
+        ((2, 3), (3, 4), {}),
+        ((3, 1), (5, 0), {"dilation": 2}),
+        ((2, 2), (6, 5), {"stride": 2, "output_padding": 1}),
+        ((1, 2), (7, 3), {"stride": (3, 1)}),
+        ((2, 2), (4, 4), {"dilation": 3, "stride": 2}),
+    ],
+    ids=str,
+)
+def test_padding_beyond_the_kernel(
+    inputs: Inputs,
+    op: str,
+    dtype: torch.dtype,
+    kernel: tuple[int, int],
+    padding: tuple[int, int],
+    arguments: dict[str, Any],
+) -> None:
+    x, w = inputs.input(2, 3, 12, 11, dtype=dtype), inputs.weight(3, 4, *kernel, dtype=dtype)
+    check(op, x, w, inputs.channels(4, dtype=dtype), padding=padding, **arguments)
+
+
+@both_chains
+@pytest.mark.parametrize(("channels", "groups", "per_group"), [(6, 6, 1), (6, 6, 2), (6, 2, 5), (66, 3, 33), (5, 1, 1)])
+@pytest.mark.parametrize("padding", [0, 1])
+def test_groups(inputs: Inputs, op: str, channels: int, groups: int, per_group: int, padding: int) -> None:
+    x, w = inputs.input(3, channels, 6, 7), inputs.weight(channels, per_group, 3, 3)
+    bias = inputs.channels(groups * per_group)
+    ours = check(op, x, w, bias, groups=groups, padding=padding, stride=2, output_padding=1, dilation=2)
+    # The same by position: stride, padding, output_padding, groups, dilation.
+    assert torch.equal(getattr(fused_kernels, op)(x, w, bias, 2, padding, 1, groups, 2), ours)
+    alone = [getattr(fused_kernels, op)(x[i : i + 1], w, bias, 2, padding, 1, groups, 2) for i in range(3)]
+    assert torch.equal(torch.cat(alone), ours)
+
+
+def test_many_segments(inputs: Inputs) -> None:
+    """A kernel of 40 with padding 20 cuts a dimension into more pieces than the CUDA kernels take, which say so."""
+    x, w = inputs.input(2, 2, 70), inputs.weight(2, 3, 40)
+    if inputs.device.type == "cuda":
+        with pytest.raises(RuntimeError, match=r"`padding`.*not supported yet"):
+            conv_transpose_global_avg_pool(x, w, padding=20)
+    else:
+        check(A0, x, w, padding=20)
+        check(A, x, w, padding=20)
+    check(A0, x, w[..., :16], padding=8)
+
+
+# ---- precision -----------------------------------------------------------------------------------------------------
+
+
+def test_low_precision(inputs: Inputs) -> None:
+    device = inputs.device
+    assert global_avg_pool(torch.ones(1, 1, 256, 257, dtype=f16, device=device)).item() == 1.0
+    alternating = torch.arange(512, device=device).remainder(2).to(bf16)
+    assert global_avg_pool(alternating[None, None]).item() == 0.5
+    uniform = torch.rand(8, 54, 16, 56, 56, generator=inputs.generator).to(device, f16)
+    assert_close(global_avg_pool(uniform), uniform.double().mean((2, 3, 4), keepdim=True).cpu())
+
+
+@pytest.mark.parametrize("dtype", [f16, bf16], ids=str)
+def test_intermediate_beyond_half_stays_finite(device: torch.device, dtype: torch.dtype) -> None:
+    """Sums, and a mean of 131072 before its scale, that float16 cannot hold."""
+    x, w = torch.full((1, 32, 8, 8), 64.0, dtype=dtype, device=device), torch.full((32, 1, 1, 1), 64.0, dtype=dtype)
+    scale = torch.tensor([0.25], dtype=dtype, device=device)
+    assert conv_transpose_global_avg_pool(x, w.to(device), scale=scale).item() == 32768
+    assert conv_transpose_global_avg_pool_logsumexp(x, w.to(device), scale=scale).item() == 32768
+    # A weight's taps, too: their sum is 120000.
+    w = torch.full((1, 1, 2), 60000.0, dtype=dtype, device=device)
+    ours = conv_transpose_global_avg_pool(torch.full((1, 1, 7), 0.5, dtype=dtype, device=device), w)
+    assert_close(ours, torch.full((1, 1, 1), w[0, 0, 0].item() * 7 / 8, dtype=f64))
+
+
+@every_dtype
+def test_long_sums(inputs: Inputs, dtype: torch.dtype) -> None:
+    """The error does not grow with the plane: an offset of 1000 would show lost low bits."""
+    check(G, inputs.input(1, 2, 1000, 700, dtype=dtype) + (1000 if dtype != f16 else 10))
+
+
+@pytest.mark.slow
+def test_sums_of_67_million(device: torch.device) -> None:
+    assert global_avg_pool(torch.ones(1, 1, 8192, 8192, device=device)).item() == 1.0
+    x = torch.ones(1, 3, 6400, 8000, device=device).to(memory_format=torch.channels_last)
+    assert global_avg_pool(x).flatten().tolist() == [1.0, 1.0, 1.0]
+
+
+# ---- sizes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4, 4), (2, 0, 4, 4), (0, 0, 4), (2, 3, 0, 4), (0, 3, 0), (2, 0, 0, 3, 3)])
+def test_empty_input(inputs: Inputs, shape: tuple[int, ...]) -> None:
+    """As torch.mean: no planes give no means, and a plane of nothing NaN."""
+    check(G, torch.empty(shape, device=inputs.device))
+    check(G, inputs.input(2, 3, 4, 4))
+
+
+@both_chains
+def test_empty_batch(inputs: Inputs, op: str) -> None:
+    w = inputs.weight(3, 4, 3, 3)
+    check(op, inputs.input(0, 3, 5, 5), w)
+    check(op, inputs.input(0, 3, 5, 5), w, padding=1)
+    check(op, inputs.input(2, 3, 5, 5), w)
+
+
+@pytest.mark.parametrize("shape", [(65537, 2, 3), (1, 65537, 3), (70000, 1, 1), (2, 70000, 33)])
+def test_many_samples_or_channels(inputs: Inputs, shape: tuple[int, ...]) -> None:
+    """Beyond a grid's 65535 in y and z."""
+    x = inputs.input(*shape)
+    check(G, x)
+    if shape[1] == 2:
+        check(A, x, inputs.weight(2, 3, 2), padding=1)
+        check(A0, x, inputs.weight(2, 3, 2))
+    else:
+        check(A0, x, inputs.weight(shape[1], 2, 1), against_eager=False)
+
+
+@both_chains
+def test_many_output_channels(inputs: Inputs, op: str) -> None:
+    check(op, inputs.input(2, 2, 5), inputs.weight(2, 65537, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 1, 2**30 + 1, 1), (2**16 + 1, 2**15, 1, 1), (3, 5, 12000, 12000)], ids=str)
+def test_more_than_2_31_elements(device: torch.device, shape: tuple[int, ...]) -> None:
+    if device.type == "cpu" and (shape[1] > 1 or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 12e9):
+        pytest.skip("not enough memory")
+    x = torch.zeros(shape, dtype=bf16, device=device)
+    x[-1, -1, -1, -1], x[0, -1] = 1, 3
+    plane = shape[2] * shape[3]
+    means = global_avg_pool(x)
+    assert means[-1, -1].item() == torch.tensor(1 / plane).to(bf16) and means[0, -1].item() == 3
+    if shape[1] < 10:
+        ours = conv_transpose_global_avg_pool(
+            x, torch.ones(shape[1], 1, 1, 1, dtype=bf16, device=device), padding=(1, 0)
+        )
+        assert ours[0].item() == 3 and ours[-1].item() == 0  # the last row is cut off
+
+
+# ---- everything at once --------------------------------------------------------------------------------------------
+
+
+@given(data=st.data())
+def test_global_avg_pool_of_anything(device: torch.device, data: st.DataObject) -> None:
+    draw = data.draw
+    dims = draw(st.integers(1, 3))
+    most = {1: 40000, 2: 200, 3: 34}[dims]
+    sizes = [draw(st.one_of(st.integers(1, 8), st.integers(1, most))) for _ in range(dims)]
+    dtype, layout = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(list(LAYOUTS)))
+    x = Inputs(draw(st.integers(0, 2**32)), device).input(
+        draw(st.integers(0, 4)), draw(st.integers(1, 9)), *sizes, dtype=dtype
+    )
+    put_special(draw, draw(st.sampled_from(["none", "nan", "+inf", "-inf"])), x)
+    check(G, LAYOUTS[layout](x))
+
+
+@given(data=st.data())
+def test_chains_of_anything(device: torch.device, data: st.DataObject) -> None:
+    draw = data.draw
+    arguments, _, both_signs = draw_call(draw, device, ("scale", "shift"))
+    check(A0, **arguments, nan_may_be="infinite" if both_signs else "NaN")
+    out_scale = draw(st.sampled_from([1.0, 10.0, -0.5]))
+    check(A, **arguments, out_scale=out_scale, nan_may_be="anything" if both_signs else "NaN")

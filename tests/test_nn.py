@@ -1,0 +1,330 @@
+"""The modules: parameters and behaviour of the plain models, the fused ops where no gradient is needed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import Inputs
+from tolerances import assert_close
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fused_kernels.nn
+
+
+class PlainA(nn.Module):
+    """KernelBench's 42_ConvTranspose2d_GlobalAvgPool_BiasAdd_LogSumExp_Sum_Multiply"""
+
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: int, bias_shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.conv_transpose = nn.ConvTranspose2d(in_channels, out_channels, kernel_size)
+        self.bias = nn.Parameter(torch.randn(bias_shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv_transpose(x)
+        x = torch.mean(x, dim=(2, 3), keepdim=True)
+        x = x + self.bias
+        x = torch.logsumexp(x, dim=1, keepdim=True)
+        x = torch.sum(x, dim=(2, 3))
+        return x * 10.0
+
+
+class PlainB(nn.Module):
+    """KernelBench's 50_ConvTranspose3d_Scaling_AvgPool_BiasAdd_Scaling"""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        stride: int,
+        padding: int,
+        scale1: float,
+        scale2: float,
+        bias_shape: tuple[int, ...],
+    ) -> None:
+        super().__init__()
+        self.conv_transpose = nn.ConvTranspose3d(in_channels, out_channels, kernel_size, stride=stride, padding=padding)
+        self.scale1 = nn.Parameter(torch.tensor(scale1))
+        self.avg_pool = nn.AvgPool3d(kernel_size=2)
+        self.bias = nn.Parameter(torch.randn(bias_shape))
+        self.scale2 = nn.Parameter(torch.tensor(scale2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv_transpose(x)
+        x = x * self.scale1
+        x = self.avg_pool(x)
+        x = x + self.bias
+        return x * self.scale2
+
+
+# name: (plain, ours, constructor arguments, input shape, names in order of creation, op)
+MODELS: dict[str, tuple[type[nn.Module], type[nn.Module], tuple[Any, ...], tuple[int, ...], list[str], str]] = {
+    "A": (
+        PlainA,
+        fused_kernels.nn.ConvTranspose2dGlobalAvgPoolLogSumExp,
+        (4, 9, 3, (9, 1, 1)),
+        (3, 4, 8, 7),
+        ["bias", "conv_transpose.weight", "conv_transpose.bias"],
+        "conv_transpose_global_avg_pool_logsumexp",
+    ),
+    "B": (
+        PlainB,
+        fused_kernels.nn.ConvTranspose3dAvgPool,
+        (3, 5, 3, 2, 1, 0.5, 1.25, (5, 1, 1, 1)),
+        (2, 3, 4, 6, 5),
+        ["scale1", "bias", "scale2", "conv_transpose.weight", "conv_transpose.bias"],
+        "conv_transpose_avg_pool",
+    ),
+}
+both_models = pytest.mark.parametrize("model", MODELS)
+
+
+def make(model: str, seed: int = 0) -> tuple[nn.Module, nn.Module]:
+    plain, ours, arguments, *_ = MODELS[model]
+    made = []
+    for kind in (plain, ours):
+        torch.manual_seed(seed)
+        made.append(kind(*arguments))
+    return made[0], made[1]
+
+
+class Recorder(TorchDispatchMode):
+    """The fused ops that were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "fused":
+            self.ops.append(func._schema.name.removeprefix("fused::"))
+        return func(*args, **(kwargs or {}))
+
+
+def is_right(output: Tensor, plain: nn.Module, x: Tensor) -> None:
+    """What the plain model gives in float64."""
+    with torch.no_grad():
+        expected = copy.deepcopy(plain).cpu().double()(x.cpu().double())
+    assert_close(output, expected, expected.abs() + 10)
+
+
+def outputs_agree(model: str, plain: nn.Module, ours: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """And it is the fused op that ours calls."""
+    with torch.no_grad(), Recorder() as recorder:
+        output = ours(x)
+    assert recorder.ops == [MODELS[model][-1]]
+    is_right(output, plain, x)
+
+
+@both_models
+def test_parameters_are_the_plain_models(model: str) -> None:
+    """The same names in the same order, and, from one seed, the same values."""
+    plain, ours = make(model)
+    assert [name for name, _ in ours.named_parameters()] == MODELS[model][4]
+    ours_state, plain_state = ours.state_dict(), plain.state_dict()
+    assert list(ours_state) == list(plain_state)
+    for name, value in plain_state.items():
+        assert torch.equal(ours_state[name], value) and ours_state[name].dtype == value.dtype
+    assert all(parameter.requires_grad for parameter in ours.parameters())
+
+
+@pytest.mark.smoke
+@both_models
+def test_values(inputs: Inputs, model: str) -> None:
+    plain, ours = (module.to(inputs.device) for module in make(model))
+    outputs_agree(model, plain, ours, inputs.input(*MODELS[model][3]))
+
+
+@both_models
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dict_loads_both_ways(inputs: Inputs, model: str, assign: bool) -> None:
+    plain, ours = (module.to(inputs.device) for module in make(model))
+    x = inputs.input(*MODELS[model][3])
+    outputs_agree(model, plain, ours, x)
+    other_plain, other_ours = (module.to(inputs.device) for module in make(model, seed=1))
+    ours.load_state_dict(other_plain.state_dict(), assign=assign)
+    outputs_agree(model, other_plain, ours, x)  # nothing is remembered
+    plain.load_state_dict(other_ours.state_dict(), assign=assign)
+    outputs_agree(model, plain, other_ours, x)
+
+
+@both_models
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_changed_parameters_are_seen(inputs: Inputs, model: str, compiled: bool) -> None:
+    plain, ours = (module.to(inputs.device) for module in make(model))
+    x = inputs.input(*MODELS[model][3])
+    torch._dynamo.reset()
+    run: Any = torch.compile(ours, backend="aot_eager", fullgraph=True) if compiled else ours
+
+    def agree() -> None:
+        with torch.no_grad():
+            is_right(run(x), plain, x)
+
+    agree()
+    for module in (plain, ours):  # in place, behind autograd's back
+        for i, parameter in enumerate(module.parameters()):
+            parameter.data.copy_(parameter.data * (1.5 + i))
+    agree()
+    for module in (plain, ours):  # an optimiser's step
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for parameter in module.parameters():
+            parameter.grad = torch.full_like(parameter, 0.5)
+        optimizer.step()
+    agree()
+    _, other = make(model, seed=3)
+    for module in (plain, ours):
+        module.load_state_dict(other.state_dict())
+    agree()
+
+
+@both_models
+def test_changed_parameters_are_seen_within_one_autocast(inputs: Inputs, model: str) -> None:
+    """Which remembers the casts of weights until it ends."""
+    ours, other = (make(model, seed)[1].to(inputs.device) for seed in (0, 1))
+    x = inputs.input(*MODELS[model][3])
+    with torch.no_grad(), torch.autocast(inputs.device.type, torch.bfloat16):
+        expected = other(x)
+        first = ours(x)
+        ours.load_state_dict(other.state_dict())
+        assert torch.equal(ours(x), expected) and not torch.equal(first, expected)
+
+
+@both_models
+def test_parameters_made_under_inference_mode(inputs: Inputs, model: str) -> None:
+    with torch.inference_mode():
+        plain, ours = (module.to(inputs.device) for module in make(model))
+    outputs_agree(model, plain, ours, inputs.input(*MODELS[model][3]))
+
+
+@both_models
+def test_functional_call(inputs: Inputs, model: str) -> None:
+    plain, ours = (module.to(inputs.device) for module in make(model))
+    other, _ = make(model, seed=2)
+    state = {name: value.to(inputs.device) for name, value in other.state_dict().items()}
+    x = inputs.input(*MODELS[model][3])
+    outputs_agree(model, other, lambda x: torch.func.functional_call(ours, state, (x,)), x)
+    outputs_agree(model, plain, ours, x)
+
+
+@both_models
+def test_trains_as_the_plain_model(inputs: Inputs, model: str) -> None:
+    """With gradients on, through the plain composition; the gradients are its own."""
+    plain, ours = (module.to(inputs.device) for module in make(model))
+    x = inputs.input(*MODELS[model][3])
+    gradients = []
+    for module in (plain, ours):
+        wanting = x.clone().requires_grad_()
+        with Recorder() as recorder:
+            output = module(wanting)
+        assert recorder.ops == []
+        output.square().mean().backward()
+        gradients.append([wanting.grad, *(parameter.grad for parameter in module.parameters())])
+    for expected, gradient in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, expected)
+    for module in (plain, ours):
+        torch.optim.SGD(module.parameters(), lr=0.01).step()
+    for expected, parameter in zip(plain.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected)
+
+
+@both_models
+def test_takes_the_fused_path_when_no_gradient_is_needed(inputs: Inputs, model: str) -> None:
+    _, ours = (module.to(inputs.device) for module in make(model))
+    x = inputs.input(*MODELS[model][3])
+
+    def ops(x: Tensor) -> list[str]:
+        with Recorder() as recorder:
+            ours(x)
+        return recorder.ops
+
+    fused = [MODELS[model][-1]]
+    assert ops(x) == []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert ops(x) == fused
+    ours.requires_grad_(False)
+    assert ops(x) == fused
+    assert ops(x.clone().requires_grad_()) == []  # somebody wants the input's gradient
+    next(ours.parameters()).requires_grad_()
+    assert ops(x) == []
+
+
+@both_models
+def test_copies(inputs: Inputs, model: str) -> None:
+    plain, ours = (module.to(inputs.device) for module in make(model))
+    x = inputs.input(*MODELS[model][3])
+    for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        outputs_agree(model, plain, twin, x)
+        with torch.no_grad():
+            next(twin.parameters()).add_(1)
+        outputs_agree(model, plain, ours, x)  # not shared
+
+
+@both_models
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_other_dtypes(inputs: Inputs, model: str, dtype: torch.dtype) -> None:
+    plain, ours = (module.to(inputs.device, dtype) for module in make(model))
+    outputs_agree(model, plain, ours, inputs.input(*MODELS[model][3], dtype=dtype))
+
+
+@both_models
+def test_compiles_without_a_graph_break(inputs: Inputs, model: str) -> None:
+    plain, ours = (module.to(inputs.device) for module in make(model))
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(ours, backend=backend, fullgraph=True)
+    x = inputs.input(*MODELS[model][3])
+    with torch.no_grad():
+        is_right(compiled(x), plain, x)
+    targets = [str(node.target) for node in graphs[0].graph.nodes if "fused" in str(node.target)]
+    assert targets == [f"fused.{MODELS[model][-1]}.default"]
+
+
+@both_models
+def test_compiled_module_trains(inputs: Inputs, model: str) -> None:
+    plain, ours = (module.to(inputs.device) for module in make(model))
+    torch._dynamo.reset()
+    x = inputs.input(*MODELS[model][3])
+    for module in (plain, torch.compile(ours, backend="aot_eager", fullgraph=True)):
+        module(x).square().mean().backward()
+    for expected, parameter in zip(plain.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad)
+
+
+def test_docstring_examples() -> None:
+    a = fused_kernels.nn.ConvTranspose2dGlobalAvgPoolLogSumExp(3, 16, 3, (16, 1, 1)).eval()
+    b = fused_kernels.nn.ConvTranspose3dAvgPool(3, 16, 3, 2, 1, 0.5, 1.0, (16, 1, 1, 1)).eval()
+    with torch.no_grad():
+        assert a(torch.randn(2, 3, 8, 8)).shape == (2, 1)
+        assert b(torch.randn(1, 3, 4, 8, 8)).shape == (1, 16, 3, 7, 7)
+    assert "out_scale=10.0" in repr(a) and "pool_kernel_size=2" in repr(b)
+
+
+def test_keyword_arguments(inputs: Inputs) -> None:
+    """out_scale and another pool; whose stride the convolution's does not divide raises like the op."""
+    a = fused_kernels.nn.ConvTranspose2dGlobalAvgPoolLogSumExp(3, 4, 3, (4, 1, 1), out_scale=1.0).to(inputs.device)
+    b = fused_kernels.nn.ConvTranspose3dAvgPool(3, 4, 3, 2, 1, 0.5, 1.0, (4, 1, 1, 1), pool_kernel_size=4).to(
+        inputs.device
+    )
+    x = inputs.input(1, 3, 5, 6, 7)
+    with torch.no_grad():
+        shift = a.bias.flatten()
+        rows = fused_kernels.conv_transpose_global_avg_pool(
+            x[:, :, 0], a.conv_transpose.weight, a.conv_transpose.bias, shift=shift
+        )
+        torch.testing.assert_close(a(x[:, :, 0]), rows.flatten(1).logsumexp(1, keepdim=True))
+        assert b(x).shape == (1, 4, 2, 2, 3)
+        b.pool_kernel_size = 3
+        with pytest.raises(RuntimeError, match="`pool_stride` to be a multiple of `stride`"):
+            b(x)
