@@ -1,5 +1,6 @@
 # Each target stands alone: it makes the environment, builds the wheel and installs it there, unless that is done already.
-# PYTHON is what a new environment is made with; ARGS go to what demo, test, smoke and bench run.
+# PYTHON is what a new environment is made with; ARGS go to what demo, test, smoke, bench and
+# gpu-check's benchmark run.
 PYTHON ?= python3
 TORCH ?= torch>=2.10
 VENV ?= .venv
@@ -84,8 +85,9 @@ GPU_STEPS := build test memcheck racecheck bench
 GPU_NEEDS := torch numpy pybind11 setuptools pytest hypothesis rich
 gpu_python = $(outside) PYTHONPATH=$(GPU)/site $(PYTHON)
 sanitizer = $(or $(shell command -v compute-sanitizer 2>/dev/null),/usr/local/cuda/bin/compute-sanitizer)
-# Without torch's caching allocator, memcheck knows where each tensor ends.
-sanitize = $(outside) PYTHONPATH=$(GPU)/site PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(sanitizer) --error-exitcode 1 --tool
+# Without torch's caching allocator, memcheck knows where each tensor ends; only this package's kernels are instrumented.
+sanitize = $(outside) PYTHONPATH=$(GPU)/site PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(sanitizer) --error-exitcode 1 \
+    --kernel-regex kns=fused --tool
 
 .PHONY: gpu-check $(addprefix gpu-,$(GPU_STEPS))
 
@@ -114,8 +116,8 @@ gpu-test:
 	$(gpu_python) -m pytest $(CURDIR)/tests
 
 gpu-memcheck gpu-racecheck: gpu-%:
-	$(sanitize) $* $(PYTHON) -m pytest -m sanitize $(CURDIR)/tests
+	$(sanitize) $* $(PYTHON) -m pytest -m "sanitize and cuda" $(CURDIR)/tests
 
 gpu-bench:
-	$(outside) COLUMNS=160 PYTHONPATH=$(GPU)/site $(PYTHON) -m fused_kernels.bench --device cuda \
+	$(outside) COLUMNS=160 PYTHONPATH=$(GPU)/site $(PYTHON) -m fused_kernels.bench --device cuda $(ARGS) \
 	    --json $(abspath $(OUT))/gpu.json >$(abspath $(OUT))/gpu.txt

@@ -23,8 +23,8 @@ def _needs_grad(module: nn.Module, input: Tensor) -> bool:
 class ConvTranspose2dGlobalAvgPoolLogSumExp(nn.Module):
     """``conv_transpose2d`` → mean over H and W → ``+ bias`` → ``logsumexp(dim=1)`` → ``* 10``.
 
-    A drop-in for KernelBench's ``42_ConvTranspose2d_GlobalAvgPool_BiasAdd_LogSumExp_Sum_Multiply``: the same constructor
-    arguments, parameters (``conv_transpose.weight``, ``conv_transpose.bias``, ``bias``) and initialisation.
+    A drop-in for KernelBench's ``42_ConvTranspose2d_GlobalAvgPool_BiasAdd_LogSumExp_Sum_Multiply``: the same
+    constructor arguments, parameters (``conv_transpose.weight``, ``conv_transpose.bias``, ``bias``) and first values.
 
     Args:
         in_channels, out_channels, kernel_size: of the :class:`torch.nn.ConvTranspose2d`.

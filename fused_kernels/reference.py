@@ -111,9 +111,9 @@ def conv_transpose_avg_pool(
     shift: Factor = None,
     scale2: Factor = None,
 ) -> Tensor:
-    """``(avg_pool(conv_transpose(input, weight, bias) * scale1) + shift) * scale2``: scaled before the pool, as in models.
+    """``(avg_pool(conv_transpose(input, weight, bias) * scale1) + shift) * scale2``.
 
-    In exact arithmetic it is the same as scaling behind it.
+    The scale stands before the pool, as in models; in exact arithmetic that is the same.
     """
     x = _conv_transpose(input, weight, bias, stride, padding, output_padding, groups, dilation)
     pool = _AVG_POOL[input.dim()]

@@ -37,15 +37,12 @@ struct Convolution {
   std::vector<int64_t> offsets;                 // per (ci, j): where its first factor stands in the packed tile
   std::vector<Acc> weights;                     // (groups, channel blocks, (ci, j), channels of the block)
   std::vector<double> affine;                   // (C_out, 4): bias, scale1, shift, scale2
-  int64_t chain = 1;                            // products per chain
+  int64_t chain = 1;                            // products that add up in one register before they go to a float64 sum
   int64_t depth() const { return static_cast<int64_t>(offsets.size()); }
 };
 
 constexpr int kBlockChannels = 4;  // output channels that are in registers at once
-// Most products that add up in one register before they are added to a total in float64, which keeps the error of any sum
-// small: 16 give 0.4 to 0.9 of eager's.
-constexpr int64_t kMostChain = 16;
-constexpr int64_t kSlack = 256;  // elements past a packed tile or staged row that whole vectors may touch
+constexpr int64_t kSlack = 256;    // elements past a packed tile or staged row that whole vectors may touch
 
 }  // namespace
 }  // namespace fused
@@ -154,10 +151,11 @@ struct Affine {
 };
 
 // A row of sums (kChannels, pitch) to the output.
-template <class Acc, int kChannels, class T>
+template <int kChannels, class T>
 inline void finish_row(const double* sums, int64_t pitch, int64_t count, const double* params, T* output,
                        int64_t channel_stride, int64_t stride) {
-  constexpr int n = kLanes<Acc>;
+  using Rounded = Accumulator<T>;
+  constexpr int n = kLanes<Rounded>;
   Affine affine[kChannels];
   for (int m = 0; m < kChannels; ++m)
     affine[m] = {params[m * 4], params[m * 4 + 1], params[m * 4 + 2], params[m * 4 + 3]};
@@ -165,20 +163,20 @@ inline void finish_row(const double* sums, int64_t pitch, int64_t count, const d
     for (int m = 0; m < kChannels; ++m)
       for (int64_t i = 0; i < count; i += n) {
         const int64_t at = i + n <= count ? i : count - n;  // the last vector overlaps the one before
-        store_rounded(output + m * channel_stride + at, affine[m].of(sums + m * pitch + at, Acc()));
+        store_rounded(output + m * channel_stride + at, affine[m].of(sums + m * pitch + at, Rounded()));
       }
     return;
   }
   int64_t i = 0;
   for (; i + n <= count; i += n) {  // channels_last: a few positions at a time change places with the channels
-    Acc values[kChannels][n];
-    for (int m = 0; m < kChannels; ++m) store(values[m], affine[m].of(sums + m * pitch + i, Acc()));
+    Rounded values[kChannels][n];
+    for (int m = 0; m < kChannels; ++m) store(values[m], affine[m].of(sums + m * pitch + i, Rounded()));
     for (int p = 0; p < n; ++p)
       for (int m = 0; m < kChannels; ++m) output[m * channel_stride + (i + p) * stride] = static_cast<T>(values[m][p]);
   }
   for (; i < count; ++i)
     for (int m = 0; m < kChannels; ++m)
-      output[m * channel_stride + i * stride] = static_cast<T>(static_cast<Acc>(affine[m](sums[m * pitch + i])));
+      output[m * channel_stride + i * stride] = static_cast<T>(static_cast<Rounded>(affine[m](sums[m * pitch + i])));
 }
 
 // A block of channels over `rows` rows of `columns` outputs, `packed_row` positions apart in x. Rows are written as soon as
@@ -193,9 +191,9 @@ void convolve_rows(const Acc* x, const Convolution<Acc>& conv, int64_t first_cha
     multiply<Acc, kChannels>(x + p, conv.offsets.data(), conv.weights.data() + first_channel * conv.depth(),
                              conv.depth(), conv.chain, sums + p, pitch);
     for (; row < rows && row * packed_row + columns <= p + kStep; ++row)
-      finish_row<Acc, kChannels, T>(sums + row * packed_row, pitch, columns, conv.affine.data() + first_channel * 4,
-                                    output + row * conv.axes[1].output_stride, conv.output_strides[1],
-                                    conv.axes[2].output_stride);
+      finish_row<kChannels, T>(sums + row * packed_row, pitch, columns, conv.affine.data() + first_channel * 4,
+                               output + row * conv.axes[1].output_stride, conv.output_strides[1],
+                               conv.axes[2].output_stride);
   }
 }
 
@@ -270,7 +268,7 @@ std::vector<Offset> list_offsets(const std::vector<PoolDim>& dims) {
 
 // As many outputs per tile as keep the packed input in the second-level cache, in equal parts.
 void choose_tiles(Axis (&axes)[3], int64_t in_group) {
-  constexpr int64_t kPacked = 32768, kPositions = 512, kLeast = 64;
+  constexpr int64_t kPacked = 65536, kPositions = 512, kLeast = 64;
   for (Axis& axis : axes) axis.phases = std::max<int64_t>(1, std::min(axis.step, axis.offsets));
   int64_t others = in_group;
   for (const Axis& axis : axes) others *= axis.phases * (1 + (axis.offsets - 1) / axis.step);
@@ -286,6 +284,13 @@ void choose_tiles(Axis (&axes)[3], int64_t in_group) {
     axis.packed = axis.tile + halo;
     others *= axis.packed;
   }
+}
+
+// Products that add up in float32 before they are added to a float64 sum. Short chains cost time, long ones accuracy: 16
+// give 0.4 to 0.9 of eager's error (max over the output, K from 24 to 128), and for longer sums eager's own grows.
+int64_t choose_chain(int64_t depth) {
+  const int64_t most = std::clamp<int64_t>(depth / 16, 16, 64);
+  return std::max<int64_t>(1, ceil_div(depth, std::max<int64_t>(1, ceil_div(depth, most))));
 }
 
 // Fills in the weights, V[ci, j, co] = sum of W[ci, co, k] over the taps of j / prod(P); tells whether all are finite.
@@ -379,7 +384,7 @@ Tensor conv_transpose_avg_pool_cpu(const Tensor& input, const Tensor& weight, co
 
   dispatch_cpu(input.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
-    using Acc = Accumulator<T>;
+    using Acc = std::conditional_t<sizeof(T) == 2, float, double>;
     Convolution<Acc> conv;
     conv.batch = pooled.conv.batch;
     conv.groups = groups;
@@ -413,7 +418,7 @@ Tensor conv_transpose_avg_pool_cpu(const Tensor& input, const Tensor& weight, co
             (at[0] / axis0.step * axis1.packed + at[1] / axis1.step) * axis2.packed + at[2] / axis2.step);
     for (int64_t c = 0; c < pooled.conv.out_channels; ++c)
       for (const ChannelParam& param : params) conv.affine.push_back(load<T>(param, c));
-    conv.chain = std::max<int64_t>(1, ceil_div(conv.depth(), std::max<int64_t>(1, ceil_div(conv.depth(), kMostChain))));
+    conv.chain = choose_chain(conv.depth());
     double pool_size = 1;
     for (int64_t size : pooled.pool_kernel) pool_size *= static_cast<double>(size);
 

@@ -60,7 +60,7 @@ DEMO_PEERS = ("ours", "eager", "eager_tf32", "hand")
 class Settings:
     """How long to measure and what."""
 
-    budget_s: float = 1.0  # for a row, spread over the rounds
+    budget_s: float  # for a row, spread over the rounds
     rounds: int = 3
     peers: tuple[str, ...] = tuple(PEERS)
 
@@ -337,13 +337,14 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def settings_of(options: argparse.Namespace) -> Settings:
+def settings_of(options: argparse.Namespace, device: torch.device) -> Settings:
     peers = tuple(options.peers)
     if options.demo:
         return Settings(budget_s=1.0, rounds=2, peers=tuple(key for key in peers if key in DEMO_PEERS))
     if options.quick:
         return Settings(budget_s=0.2, rounds=1, peers=tuple(key for key in peers if not PEERS[key].compiled))
-    return Settings(peers=peers)
+    # A call on a GPU takes microseconds, on a CPU up to seconds.
+    return Settings(budget_s=0.3 if device.type == "cuda" else 1.0, peers=peers)
 
 
 def run(options: argparse.Namespace, progress: Progress) -> report.Run:
@@ -353,7 +354,7 @@ def run(options: argparse.Namespace, progress: Progress) -> report.Run:
         torch.cuda.set_device(device)
         device = torch.device("cuda", torch.cuda.current_device())
     size: SizeName = options.size or ("full" if device.type == "cuda" else "reduced")
-    settings = settings_of(options)
+    settings = settings_of(options, device)
     seed = secrets.randbits(32) if options.seed is None else options.seed
     generator = torch.Generator(device).manual_seed(seed)
     names = DEMO_CASES if options.demo else options.case
