@@ -17,6 +17,7 @@ from setuptools import Extension, setup
 from torch.utils import cpp_extension
 
 ARCHS = "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
+LINK_FLAGS = ["-Wl,--exclude-libs,ALL"]  # nothing of a static library (CUDA runtime, C++ library) is exported
 TARGET_TORCH = "0x020a000000000000"  # the oldest torch that the binary runs under: 2.10
 
 
@@ -66,8 +67,7 @@ def ops_extension(cuda: Path | None) -> Extension:
         sources("*.cpp", "kernels/*.cpp", *(["kernels/*.cu"] if cuda else [])),
         define_macros=macros,
         extra_compile_args=flags,
-        # Nothing of the static CUDA runtime is exported, and nothing is left to be found at load time.
-        extra_link_args=["-Wl,--exclude-libs,ALL", "-Wl,--no-undefined"],
+        extra_link_args=[*LINK_FLAGS, "-Wl,--no-undefined"],  # nothing is left to be found at load time
     )
     extension.sources.remove("csrc/python.cpp")
     extension.libraries = libraries  # instead of torch's choice: no shared CUDA library, no Python
@@ -80,6 +80,7 @@ def python_extension() -> Extension:
         ["csrc/python.cpp", "csrc/kernels/geometry.cpp"],
         include_dirs=["csrc", pybind11.get_include()],
         extra_compile_args=["-O3", "-g0", "-Wall", "-fvisibility=hidden"],
+        extra_link_args=LINK_FLAGS,
         language="c++",
     )
 

@@ -96,22 +96,18 @@ int itemsize(const PyTensor& tensor) {
 }
 
 std::string repr(const Launch& launch) {
-  std::ostringstream text;
-  text << "Launch(kernel='" << launch.kernel << "', grid=" << launch.grid << ", block=" << launch.block
-       << ", shared_memory=" << launch.shared_memory << ", programmatic=" << (launch.programmatic ? "True" : "False")
-       << ")";
-  return text.str();
+  return join("Launch(kernel='", launch.kernel, "', grid=", launch.grid, ", block=", launch.block,
+              ", shared_memory=", launch.shared_memory, ", programmatic=", launch.programmatic ? "True" : "False", ")");
 }
 
 std::vector<Launch> launches(const Plan& plan) { return {plan.launch, plan.launch + plan.launches}; }
 
 std::string repr(const Plan& plan) {
-  std::ostringstream text;
-  text << "Plan(variant='" << plan.variant << "', launches=[";
-  for (int i = 0; i < plan.launches; ++i) text << (i ? ", " : "") << repr(plan.launch[i]);
-  text << "], workspace=" << plan.workspace << ", bytes_read=" << plan.bytes_read
-       << ", bytes_written=" << plan.bytes_written << ", operations=" << plan.operations << ")";
-  return text.str();
+  std::string text;
+  for (const Launch& launch : launches(plan)) text += (text.empty() ? "" : ", ") + repr(launch);
+  return join("Plan(variant='", plan.variant, "', launches=[", text, "], workspace=", plan.workspace,
+              ", bytes_read=", plan.bytes_read, ", bytes_written=", plan.bytes_written,
+              ", operations=", plan.operations, ")");
 }
 
 ConvDim conv_dim(int64_t input, int64_t kernel, int64_t stride, int64_t padding, int64_t output_padding,

@@ -187,8 +187,8 @@ def conv_transpose_avg_pool(
         bias: (C_out,) or None.
         stride, padding, output_padding, groups, dilation: as in :func:`torch.nn.functional.conv_transpose3d`; a number
             or a list of length 1 holds for every spatial dimension.
-        pool_kernel_size, pool_stride: of the average pool, without padding, remainders dropped. An empty ``pool_stride``
-            means ``pool_kernel_size``; it must be a multiple of ``stride`` in every dimension.
+        pool_kernel_size, pool_stride: of the average pool, without padding, remainders dropped. An empty
+            ``pool_stride`` means ``pool_kernel_size``; it must be a multiple of ``stride`` in every dimension.
         scale1, shift, scale2: 1 or C_out elements that broadcast over channels, such as (C_out,) or (C_out, 1, 1, 1),
             of the input's dtype and device; or a number; or a 0-d CPU tensor, which is taken by value.
 

@@ -4,9 +4,9 @@
 
 #include <array>
 #include <cstdint>
-#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "geometry.h"
@@ -31,12 +31,25 @@ std::string show(const std::vector<Int>& values) {
   return text + "]";
 }
 
+// Text is put together without streams: a second copy of the C++ library in the process, as some compilers link it in,
+// breaks their locales.
+inline const char* text_of(const char* text) { return text; }
+inline const std::string& text_of(const std::string& text) { return text; }
+template <class Number>
+std::enable_if_t<std::is_integral_v<Number>, std::string> text_of(Number number) {
+  return std::to_string(number);
+}
+
+template <class... Parts>
+std::string join(const Parts&... parts) {
+  std::string text;
+  ((text += text_of(parts)), ...);
+  return text;
+}
+
 template <class... Parts>
 [[noreturn]] void fail(const char* op, const Parts&... parts) {
-  std::ostringstream message;
-  message << "fused::" << op << ": ";
-  (message << ... << parts);
-  throw std::runtime_error(message.str());
+  throw std::runtime_error(join("fused::", op, ": ", parts...));
 }
 
 inline bool is_supported_dtype(const std::string& dtype) {

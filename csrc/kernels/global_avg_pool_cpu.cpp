@@ -58,8 +58,12 @@ double sum_short_run(const T* x, int64_t n) {
   constexpr int k = kLanes<Lane<T>>;
   V sums[4] = {};
   int64_t i = 0;
-  for (; i + 4 * k <= n; i += 4 * k)
+  for (; i + 4 * k <= n; i += 4 * k) {
+    // Further ahead than the hardware does it: 5 to 10 % of the time of a long read.
+    for (size_t line = 0; line < 4 * k * sizeof(T); line += 64)
+      __builtin_prefetch(reinterpret_cast<const char*>(x + i) + 4096 + line);
     for (int u = 0; u < 4; ++u) sums[u] += load_as<Lane<T>>(x + i + u * k);
+  }
   V sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
   for (; i + k <= n; i += k) sum += load_as<Lane<T>>(x + i);
   double total = horizontal_sum(sum);
@@ -314,9 +318,12 @@ Buffer channel_means(const ConvTranspose<int64_t>& conv, const T* weight, const 
   }
   const auto add_dots = FUSED_CPU_SELECT(add_dots);
 
+  bool all_taps = regions == 1;
+  for (int d = 0; d < conv.spatial_dims; ++d) all_taps = all_taps && ranges[d][0].size() == conv.kernel[d];
   const auto tap_sums = [&](const T* w, double* result) {  // result[r * kTile], r < regions
-    if (regions == 1 && ranges[0][0].size() == conv.kernel[0] && taps == 1) {
-      result[0] = static_cast<double>(w[0]);
+    if (all_taps) {
+      result[0] = 0;
+      for (int64_t t = 0; t < taps; ++t) result[0] += static_cast<double>(w[t]);
       return;
     }
     std::vector<double> x(w, w + taps);

@@ -351,8 +351,8 @@ def run(options: argparse.Namespace, progress: Progress) -> report.Run:
     """All that the command line asks for."""
     device = torch.device(options.device)
     if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(device)
-        device = torch.device("cuda", torch.cuda.current_device())
     size: SizeName = options.size or ("full" if device.type == "cuda" else "reduced")
     settings = settings_of(options, device)
     seed = secrets.randbits(32) if options.seed is None else options.seed
