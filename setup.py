@@ -57,7 +57,7 @@ def ops_extension(cuda: Path | None) -> Extension:
     flags = {"cxx": ["-O3", "-g0", "-Wall", "-fvisibility=hidden"]}
     libraries = ["torch_cpu", "c10"]
     if cuda:
-        archs = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", ARCHS)
+        archs = os.environ["TORCH_CUDA_ARCH_LIST"] = os.environ.get("TORCH_CUDA_ARCH_LIST") or ARCHS
         macros.append(("USE_CUDA", None))
         flags["cxx"].append(f'-DFUSED_KERNELS_CUDA_ARCHS="{archs.replace(" ", ";")}"')
         flags["nvcc"] = ["-O3", "--threads=2", "-Xfatbin=-compress-all", "-Xcompiler=-Wall,-fvisibility=hidden"]

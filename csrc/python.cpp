@@ -187,7 +187,8 @@ PYBIND11_MODULE(_C, m) {
           const auto checked = check_chain<int64_t>(op, logsumexp, input, weight, bias, stride, padding, output_padding,
                                                     groups, dilation, scale, shift);
           return plan_global_avg_pool(
-              global_pool_problem(checked.conv, logsumexp, itemsize(input), segment_inputs(checked.conv)), device);
+              global_pool_problem(checked.conv, logsumexp, itemsize(input), segment_inputs(op.c_str(), checked.conv)),
+              device);
         });
   m.def("plan_conv_transpose_avg_pool",
         [](const DeviceProperties& device, bool channels_last, const PyTensor& input, const PyTensor& weight,

@@ -35,7 +35,8 @@ def _tensor(factor: Factor) -> Tensor | None:
 
 
 def _list(size: Size) -> list[int]:
-    return [size] if isinstance(size, int) else list(size)
+    """A size as the list that the schemas take: numbers include symbolic ones and NumPy's."""
+    return list(size) if isinstance(size, Sequence) else [size]
 
 
 # ---- wrappers ----------------------------------------------------------------------------------------------------
@@ -103,11 +104,11 @@ def conv_transpose_global_avg_pool(
         input,
         weight,
         bias,
-        stride,
-        padding,
-        output_padding,
+        _list(stride),
+        _list(padding),
+        _list(output_padding),
         groups,
-        dilation,
+        _list(dilation),
         scale=_tensor(scale),
         shift=_tensor(shift),
     )
@@ -139,21 +140,26 @@ def conv_transpose_global_avg_pool_logsumexp(
 
     Raises:
         RuntimeError: as in :func:`conv_transpose_global_avg_pool`.
+        TypeError: ``out_scale`` is a Tensor, whose gradient would be lost.
 
     Example:
         >>> x, weight = torch.zeros(2, 3, 4, 4), torch.ones(3, 8, 3, 3)
         >>> fused_kernels.conv_transpose_global_avg_pool_logsumexp(x, weight, out_scale=10.0)[0]  # 10 * log(8)
         tensor([20.7944])
     """
+    if isinstance(out_scale, Tensor):
+        raise TypeError(
+            "fused::conv_transpose_global_avg_pool_logsumexp: expected `out_scale` to be a number, but got a Tensor"
+        )
     return torch.ops.fused.conv_transpose_global_avg_pool_logsumexp.default(
         input,
         weight,
         bias,
-        stride,
-        padding,
-        output_padding,
+        _list(stride),
+        _list(padding),
+        _list(output_padding),
         groups,
-        dilation,
+        _list(dilation),
         scale=_tensor(scale),
         shift=_tensor(shift),
         out_scale=out_scale,
@@ -208,12 +214,12 @@ def conv_transpose_avg_pool(
         input,
         weight,
         bias,
-        stride,
-        padding,
-        output_padding,
+        _list(stride),
+        _list(padding),
+        _list(output_padding),
         groups,
-        dilation,
-        pool_kernel_size,
+        _list(dilation),
+        _list(pool_kernel_size),
         _list(pool_stride),
         scale1=_tensor(scale1),
         shift=_tensor(shift),
@@ -393,6 +399,8 @@ def _forward_only(op: torch._ops.OpOverload) -> None:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if not needed and not _has_tangent(tensors):
             return call()
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(_no_backward_message(name))
         return _ForwardOnly.apply(name, call, *tensors)
 
     _registrations.impl(name, kernel, "Autograd", with_keyset=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from conftest import LAYOUTS, B, Inputs, cuda_only, draw_call, every_dtype
@@ -74,6 +75,31 @@ def test_boundaries(
     plan = fused_kernels.plan(B, x.to("meta"), w.to("meta"), **kwargs)
     assert [launch.kernel for launch in plan.launches] == launched
     check(B, x, w, bias, **kwargs, scale1=0.5, shift=bias, scale2=bias, against_eager=False)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("offset", range(4))
+def test_a_row_that_starts_beside_its_vectors(inputs: Inputs, offset: int) -> None:
+    """Padding 1 moves the first tap by one: at storage offset 3 it is aligned to 16 bytes, but its row's end is not."""
+    values = inputs.input(1, 1, 16, 16)
+    x = torch.cat([values.new_full((offset,), math.nan), values.flatten()])[offset:].view_as(values)
+    arguments = {"padding": 1, "pool_kernel_size": 1, "pool_stride": 1}
+    check(B, x, inputs.weight(1, 1, 1, 1), **arguments, against_eager=False)
+    check(B, x, inputs.weight(1, 2, 2, 2), **arguments, against_eager=False)
+
+
+def test_sizes_may_be_any_integers(inputs: Inputs) -> None:
+    """NumPy's, and under torch.compile symbolic ones."""
+    x, w = inputs.input(2, 3, 8, 6), inputs.weight(3, 4, 3, 3)
+    expected = conv_transpose_avg_pool(x, w, stride=2, padding=1)
+    assert torch.equal(conv_transpose_avg_pool(x, w, stride=numpy.int64(2), padding=numpy.int32(1)), expected)
+
+    def head(x: torch.Tensor) -> torch.Tensor:
+        return conv_transpose_avg_pool(x, w, padding=x.shape[-1] // 6, pool_kernel_size=x.shape[-1] // 3)
+
+    with torch.no_grad():
+        compiled = torch.compile(head, backend="aot_eager", fullgraph=True, dynamic=True)
+        assert torch.equal(compiled(x), conv_transpose_avg_pool(x, w, padding=1, pool_kernel_size=2))
 
 
 @pytest.mark.sanitize

@@ -426,3 +426,25 @@ def test_chains_of_anything(device: torch.device, data: st.DataObject) -> None:
     check(A0, **arguments, nan_may_be="infinite" if both_signs else "NaN")
     out_scale = draw(st.sampled_from([1.0, 10.0, -0.5]))
     check(A, **arguments, out_scale=out_scale, nan_may_be="anything" if both_signs else "NaN")
+
+
+@pytest.mark.parametrize(
+    ("shape", "weight", "arguments"),
+    [((1, 1, 8, 8, 8), (1, 1, 1, 1, 1), {"stride": 2**21}), ((1, 1, 4, 4), (1, 1, 3, 3), {"dilation": 2**31 - 1})],
+)
+def test_outputs_of_more_than_64_bits(inputs: Inputs, shape: Any, weight: Any, arguments: dict[str, int]) -> None:
+    """The mean over more outputs than an integer counts."""
+    x = torch.ones(*shape, dtype=torch.float64, device=inputs.device)
+    w = torch.ones(*weight, dtype=torch.float64, device=inputs.device)
+    size = math.prod(
+        (d - 1) * arguments.get("stride", 1) + arguments.get("dilation", 1) * (weight[-1] - 1) + 1 for d in shape[2:]
+    )
+    mean = fused_kernels.conv_transpose_global_avg_pool(x, w, **arguments)
+    assert mean.item() == pytest.approx(x.numel() * w.numel() / size, rel=1e-14)
+
+
+def test_out_scale_is_a_number(inputs: Inputs) -> None:
+    """A parameter's gradient would be lost."""
+    x, w = inputs.input(2, 3, 4, 4), inputs.weight(3, 5, 3, 3)
+    with pytest.raises(TypeError, match="expected `out_scale` to be a number"):
+        fused_kernels.conv_transpose_global_avg_pool_logsumexp(x, w, out_scale=torch.ones((), requires_grad=True))  # type: ignore[arg-type]

@@ -105,10 +105,11 @@ struct StagedTile {
     const int height = min(kHeight, staged.size[1] - from1), width = min(kPitch, size2 - from2);
     const int plane = staged.size[1] * size2;
     const int64_t volume = static_cast<int64_t>(staged.size[0]) * plane;
-    const T* corner = conv.input + n * staged.in_channels * volume +
+    const T* corner = conv.input + static_cast<int64_t>(n) * staged.in_channels * volume +
                       static_cast<int64_t>(z + staged.offset[0]) * plane + from1 * size2 + from2;
     const int rows = staged.in_channels * kJ0 * kHeight;
-    if (is_vector_aligned(corner) && size2 % kSize == 0) {
+    // Whole vectors, and none beyond the row's end.
+    if (is_vector_aligned(corner) && size2 % kSize == 0 && from2 % kSize == 0) {
       // A warp takes several rows at once, each lane always the same columns.
       constexpr int kRowsAtOnce = 32 / kVectors;
       const int lane = threadIdx.x % 32, column = lane % kVectors * kSize;
@@ -357,7 +358,17 @@ void launch_conv(const CudaContext& cuda, const AvgPoolPlan& plan, const AvgPool
   if constexpr (!std::is_same_v<T, double>) {
     if (plan.kernel == PoolKernel::kStaged) {
       const auto kernel = conv.dims[0].offsets().size() == 1 ? staged_conv<T, 1> : staged_conv<T, 2>;
-      cuda.launch(plan.launch[0], kernel, conv, staged_geometry(problem, plan.units));
+      // The kernel counts tiles with 32 bits, so a huge batch goes in slices.
+      const int64_t samples = kMostStagedUnits / staged_units(problem);
+      for (int64_t first = 0; first < problem.batch; first += samples) {
+        Convolution<T> slice = conv;
+        slice.input += first * conv.input_strides[0];
+        slice.output += first * conv.output_strides[0];
+        const int64_t units = std::min(samples, problem.batch - first) * staged_units(problem);
+        Launch launch = plan.launch[0];
+        launch.grid = std::min(launch.grid, units);
+        cuda.launch(launch, kernel, slice, staged_geometry(problem, units));
+      }
       return;
     }
   }
@@ -398,7 +409,7 @@ Tensor conv_transpose_avg_pool_cuda(const Tensor& input, const Tensor& weight, c
                                {},
                                {},
                                {},
-                               static_cast<double>(product(checked.pool_kernel)),
+                               float_product(checked.pool_kernel),
                                channel_param(bias, 0.0),
                                channel_param(scale1, 1.0),
                                channel_param(shift, 0.0),

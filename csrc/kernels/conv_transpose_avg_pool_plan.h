@@ -1,5 +1,5 @@
-// Launch plan of conv_transpose_avg_pool: a pure function of shape and device. Every output element is computed by one
-// thread, so no choice here can change a sample's bits with the batch.
+// Launch plan of conv_transpose_avg_pool: a pure function of shape and device. The kernel does not depend on the batch, so
+// a sample's result is the same bits in every batch.
 #pragma once
 
 #include <algorithm>
@@ -37,14 +37,14 @@ enum class PoolKernel { kNone, kStaged, kDirect };
 
 struct AvgPoolPlan : Plan {
   PoolKernel kernel = PoolKernel::kNone;
-  int64_t units = 0;  // kStaged: tiles of one output plane
 };
 
 inline constexpr int kStagedThreads = 256;
-inline constexpr int kStagedRows = 16;         // of a tile
-inline constexpr int kStagedColumns = 32;      // of a tile
-inline constexpr int kStagedChannels = 16;     // output channels at a time
-inline constexpr int kStagedPitch = 176;       // bytes of a row of inputs: rows of taps fall on different banks
+inline constexpr int kStagedRows = 16;      // of a tile
+inline constexpr int kStagedColumns = 32;   // of a tile
+inline constexpr int kStagedChannels = 16;  // output channels at a time
+inline constexpr int kStagedPitch = 176;    // bytes of a row of inputs: rows of taps fall on different banks
+inline constexpr int64_t kMostStagedUnits = 1 << 30;
 inline constexpr int kStagedBlocks = 3;        // per multiprocessor: what the registers allow
 inline constexpr int kStagedResultPitch = 40;  // the same for results, floats
 inline constexpr int kDirectThreads = 256;
@@ -64,8 +64,9 @@ inline int64_t staged_shared_memory(const AvgPoolProblem& problem) {
   return problem.in_channels * channels * 8 * 8 + channels * 16 + results + 2 * tile;
 }
 
+// Tiles of one sample.
 inline int64_t staged_units(const AvgPoolProblem& problem) {
-  return problem.batch * problem.dims[0].output() * ceil_div(problem.dims[1].output(), kStagedRows) *
+  return problem.dims[0].output() * ceil_div(problem.dims[1].output(), kStagedRows) *
          ceil_div(problem.dims[2].output(), kStagedColumns);
 }
 
@@ -83,9 +84,8 @@ inline bool fits_staged(const AvgPoolProblem& problem, const DeviceProperties& d
       if (dim.is_hole(j)) return false;
   }
   // It computes with 32 bits within planes, weights and the count of tiles.
-  constexpr int64_t kMost = 1 << 30;
-  if (problem.dims[1].conv.input * problem.dims[2].conv.input > kMost || problem.dims[0].conv.input > kMost ||
-      staged_units(problem) > kMost)
+  if (problem.dims[1].conv.input * problem.dims[2].conv.input > kMostStagedUnits ||
+      problem.dims[0].conv.input > kMostStagedUnits || staged_units(problem) > kMostStagedUnits)
     return false;
   return staged_shared_memory(problem) <= device.shared_memory_per_block;
 }
@@ -111,11 +111,10 @@ inline AvgPoolPlan plan_conv_transpose_avg_pool(const AvgPoolProblem& problem, c
   if (fits_staged(problem, device)) {
     plan.variant = "planes staged in shared memory";
     plan.kernel = PoolKernel::kStaged;
-    plan.units = staged_units(problem);
     const int64_t shared_memory = staged_shared_memory(problem);
     const int64_t blocks =
         device.multiprocessors * std::clamp<int64_t>(device.shared_memory_per_block / shared_memory, 1, kStagedBlocks);
-    plan.add("staged_conv", std::min(plan.units, blocks), kStagedThreads, shared_memory);
+    plan.add("staged_conv", std::min(problem.batch * staged_units(problem), blocks), kStagedThreads, shared_memory);
     return plan;
   }
   plan.variant = "one thread a position";

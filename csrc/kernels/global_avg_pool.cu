@@ -6,7 +6,7 @@
 //     S: sum of the input over region r, U: sum of the weight's taps that meet region r. With padding 0 there is one
 //     region, the whole plane.
 //
-// Bytes: the input once; partial sums are 1/4096 of it or less. On H200 the reading kernels run at the speed of a pure read.
+// Bytes: the input once, and 8 for each partial sum, of which there is one per 32 KB or per plane. On H200 the reading kernels run at the speed of a pure read.
 #include <climits>
 
 #include "global_avg_pool.h"
@@ -33,7 +33,6 @@ struct Mean {
 };
 
 // One dimension cut into the segments in which the same taps apply.
-constexpr int kMaxSegments = 32;
 struct SegmentedDim {
   int64_t size = 1;
   int count = 1;
@@ -532,14 +531,11 @@ Tensor global_avg_pool_cuda(const Tensor& input) {
   return output;
 }
 
-Regions device_regions(const char* op, const ConvTranspose<int64_t>& conv, const std::vector<Segmentation>& segments) {
+Regions device_regions(const ConvTranspose<int64_t>& conv, const std::vector<Segmentation>& segments) {
   Regions regions;
   for (int d = 0; d < conv.spatial_dims; ++d) {
     SegmentedDim& dim = regions.dims[kMaxSpatialDims - conv.spatial_dims + d];
     const std::vector<Range>& cut = segments[d].segments;
-    if (cut.size() > kMaxSegments)
-      fail(op, "expected `padding` to cut the input into at most ", kMaxSegments, " pieces per dimension, but ",
-           show(conv.padding), " gives ", cut.size(), ", which is not supported yet");
     dim.size = conv.input[d];
     dim.conv = conv_dim(conv, d);
     dim.count = static_cast<int>(cut.size());
@@ -558,8 +554,8 @@ Tensor run_chain(const char* op, bool logsumexp, const Tensor& input, const Tens
       op, logsumexp, info(input), info(weight), MaybeInfo(bias).get(), stride, padding, output_padding, groups,
       dilation, MaybeInfo(scale).get(), MaybeInfo(shift).get());
   const auto& conv = checked.conv;
-  const std::vector<Segmentation> segments = segment_inputs(conv);
-  const Regions regions = device_regions(op, conv, segments);
+  const std::vector<Segmentation> segments = segment_inputs(op, conv);
+  const Regions regions = device_regions(conv, segments);
   const CudaContext cuda(op, input);
   Tensor output = empty(checked.output, input.scalar_type(), input);
   const auto problem = global_pool_problem(conv, logsumexp, static_cast<int>(input.element_size()), segments);
@@ -572,7 +568,7 @@ Tensor run_chain(const char* op, bool logsumexp, const Tensor& input, const Tens
                                conv.out_channels,
                                conv.groups,
                                problem.regions,
-                               static_cast<double>(product(conv.output)),
+                               float_product(conv.output),
                                channel_param(bias, 0.0),
                                channel_param(scale, 1.0),
                                channel_param(shift, 0.0),

@@ -213,7 +213,7 @@ PlaneCut cut_planes(const std::vector<ConvDim>& dims, const Tensor& input) {
     cut.sizes[0] = 1;
     cut.segments[0] = {Range{0, 1}};
   }
-  for (int d = 0; d < 2; ++d) {
+  for (int d = 0; d < 2 && cut.plane > 0; ++d) {
     cut.segment_of[d].assign(static_cast<size_t>(cut.sizes[d]), -1);
     for (size_t s = 0; s < cut.segments[d].size(); ++s)
       for (int64_t i = cut.segments[d][s].begin; i < cut.segments[d][s].end; ++i)
@@ -309,7 +309,7 @@ Buffer channel_means(const ConvTranspose<int64_t>& conv, const T* weight, const 
   const int64_t taps = product(conv.kernel), tiles = ceil_div(out_group, kTile), depth = in_group * regions;
   std::vector<std::vector<Range>> ranges;
   for (int d = 0; d < conv.spatial_dims; ++d) ranges.push_back(taps_of_segments(conv_dim(conv, d)));
-  const double size = static_cast<double>(product(conv.output));
+  const double size = float_product(conv.output);
   const int64_t block = std::max<int64_t>(1, kDepth / std::max<int64_t>(1, regions));  // input channels at a time
   Buffer means = buffer(conv.batch * conv.out_channels);
   if (regions == 0) {  // no tap meets any input

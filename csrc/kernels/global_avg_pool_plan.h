@@ -56,9 +56,17 @@ inline GlobalPoolProblem global_pool_problem(const ConvTranspose<int64_t>& conv,
   return problem;
 }
 
-inline std::vector<Segmentation> segment_inputs(const ConvTranspose<int64_t>& conv) {
+// What the CUDA kernels take as an argument.
+inline constexpr int kMaxSegments = 32;
+
+inline std::vector<Segmentation> segment_inputs(const char* op, const ConvTranspose<int64_t>& conv) {
   std::vector<Segmentation> result;
-  for (int d = 0; d < conv.spatial_dims; ++d) result.push_back(segment_input(conv_dim(conv, d)));
+  for (int d = 0; d < conv.spatial_dims; ++d) {
+    result.push_back(segment_input(conv_dim(conv, d)));
+    if (result.back().segments.size() > kMaxSegments)
+      fail(op, "expected `padding` to cut the input into at most ", kMaxSegments, " pieces per dimension, but ",
+           show(conv.padding), " gives ", result.back().segments.size(), ", which is not supported yet");
+  }
   return result;
 }
 

@@ -72,6 +72,16 @@ class CudaContext {
                  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                       static_cast<int>(launch.shared_memory)),
                  "raising the shared memory limit");
+    if (launch.grid > INT32_MAX)
+      fail(op_, "expected an input that takes at most ", INT32_MAX, " blocks, but ", launch.kernel, " would take ",
+           launch.grid, ", which is not supported yet");
+    // Code made from PTX of an older architecture does not wait by itself, whatever the device.
+    bool programmatic = launch.programmatic;
+    if (programmatic) {
+      cudaFuncAttributes attributes = {};
+      check_cuda(op_, cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+      programmatic = attributes.ptxVersion >= 90;
+    }
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(static_cast<unsigned>(launch.grid));
     config.blockDim = dim3(static_cast<unsigned>(launch.block));
@@ -81,7 +91,7 @@ class CudaContext {
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
     config.attrs = &attribute;
-    config.numAttrs = launch.programmatic ? 1 : 0;
+    config.numAttrs = programmatic ? 1 : 0;
     check_cuda(op_, cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), launch.kernel);
   }
 

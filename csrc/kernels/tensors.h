@@ -112,6 +112,13 @@ inline int64_t product(const Ints& values) {
   return result;
 }
 
+// For divisors: the product of a convolution's output sizes can exceed 64 bits.
+inline double float_product(const Ints& values) {
+  double result = 1;
+  for (int64_t value : values) result *= static_cast<double>(value);
+  return result;
+}
+
 // A bias, scale or shift as the kernels take it: element c is data[c * stride], or `value` where data is null.
 struct ChannelParam {
   const void* data = nullptr;
