@@ -3,7 +3,7 @@
 
 namespace fused {
 
-// The sum over groups of kWidth (or `width`, a power of two) neighbouring lanes, in every lane.
+// The sum over groups of `width` neighbouring lanes, a power of two, in every lane.
 template <class Acc>
 __device__ Acc group_sum(Acc value, int width) {
   for (int offset = width / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
