@@ -377,7 +377,7 @@ Tensor conv_transpose_avg_pool_cpu(const Tensor& input, const Tensor& weight, co
   const int dims = pooled.conv.spatial_dims;
   Tensor output = empty(pooled.output, input.scalar_type(), input, wants_channels_last(input));
   if (output.numel() == 0) return output;
-  const Tensor w = contiguous(weight);
+  const Tensor w = as_contiguous(weight);
   std::vector<PoolDim> pool_dims;
   for (int d = 0; d < dims; ++d) pool_dims.push_back(pool_dim(pooled, d));
   const std::vector<Offset> offsets = list_offsets(pool_dims);

@@ -6,9 +6,8 @@
 //     S: sum of the input over region r, U: sum of the weight's taps that meet region r. With padding 0 there is one
 //     region, the whole plane.
 //
-// Bytes: the input once, and 8 for each partial sum, of which there is one per 32 KB or per plane. On H200 the reading kernels run at the speed of a pure read.
-#include <climits>
-
+// Bytes: the input once, and 8 for each partial sum, of which there is one per 32 KB or per plane. On H200 the kernel that
+// reads large planes takes 1.01 times as long as a pure read.
 #include "global_avg_pool.h"
 #include "global_avg_pool_plan.h"
 #include "launch.cuh"

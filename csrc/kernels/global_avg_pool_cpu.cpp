@@ -254,7 +254,7 @@ Buffer plane_sums(const Tensor& input, const PlaneCut& cut) {
 }
 
 // The tensor as the kernels read it: in place if it is contiguous or channels_last.
-Tensor readable(const Tensor& input) { return is_channels_last(input) ? input : contiguous(input); }
+Tensor readable(const Tensor& input) { return is_channels_last(input) ? input : as_contiguous(input); }
 
 Tensor global_avg_pool_cpu(const Tensor& input) {
   Tensor output = empty(check_global_avg_pool(info(input)), input.scalar_type(), input);
@@ -382,7 +382,7 @@ Tensor run_chain(const char* op, bool with_logsumexp, const Tensor& input, const
   const auto& conv = checked.conv;
   Tensor output = empty(checked.output, input.scalar_type(), input);
   if (output.numel() == 0) return output;
-  const Tensor x = readable(input), w = contiguous(weight);
+  const Tensor x = readable(input), w = as_contiguous(weight);
   std::vector<ConvDim> dims;
   for (int d = 0; d < conv.spatial_dims; ++d) dims.push_back(conv_dim(conv, d));
   const PlaneCut cut = cut_planes(dims, x);
