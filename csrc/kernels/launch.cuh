@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 
+#include <map>
 #include <utility>
 #include <vector>
 
@@ -75,13 +76,7 @@ class CudaContext {
     if (launch.grid > INT32_MAX)
       fail(op_, "expected an input that takes at most ", INT32_MAX, " blocks, but ", launch.kernel, " would take ",
            launch.grid, ", which is not supported yet");
-    // Code made from PTX of an older architecture does not wait by itself, whatever the device.
-    bool programmatic = launch.programmatic;
-    if (programmatic) {
-      cudaFuncAttributes attributes = {};
-      check_cuda(op_, cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
-      programmatic = attributes.ptxVersion >= 90;
-    }
+    const bool programmatic = launch.programmatic && waits_by_itself(reinterpret_cast<const void*>(kernel));
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(static_cast<unsigned>(launch.grid));
     config.blockDim = dim3(static_cast<unsigned>(launch.block));
@@ -96,6 +91,16 @@ class CudaContext {
   }
 
  private:
+  // Code made from PTX of an older architecture does not, whatever the device. Every thread asks once: a lock costs more.
+  bool waits_by_itself(const void* kernel) const {
+    thread_local std::map<std::pair<const void*, int32_t>, bool> known;
+    const auto found = known.find({kernel, device_});
+    if (found != known.end()) return found->second;
+    cudaFuncAttributes attributes = {};
+    check_cuda(op_, cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+    return known[{kernel, device_}] = attributes.ptxVersion >= 90;
+  }
+
   const char* op_;
   int32_t device_;
   torch::stable::accelerator::DeviceGuard guard_;
