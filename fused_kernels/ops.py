@@ -22,6 +22,7 @@ __all__ = [
 ]
 
 assert _library.PATH  # the schemas below are in the binary that this import has loaded
+_OPS = torch.ops.fused
 
 Size = int | Sequence[int]
 Factor: TypeAlias = Tensor | float | None
@@ -34,8 +35,16 @@ def _tensor(factor: Factor) -> Tensor | None:
     return torch.scalar_tensor(factor, dtype=torch.float64)
 
 
+_PLAIN = (int, list, tuple)
+
+
+def _size(size: Size) -> Size:
+    """A size as the schemas take it, at little cost: numbers that are not plain (symbolic ones, NumPy's) as a list."""
+    # Under Dynamo a symbolic number says that it is an int.
+    return size if type(size) in _PLAIN and not torch.compiler.is_dynamo_compiling() else _list(size)
+
+
 def _list(size: Size) -> list[int]:
-    """A size as the list that the schemas take: numbers include symbolic ones and NumPy's."""
     return list(size) if isinstance(size, Sequence) else [size]
 
 
@@ -59,7 +68,7 @@ def global_avg_pool(input: Tensor) -> Tensor:
         >>> fused_kernels.global_avg_pool(torch.ones(2, 3, 7, 7)).shape
         torch.Size([2, 3, 1, 1])
     """
-    return torch.ops.fused.global_avg_pool.default(input)
+    return _OPS.global_avg_pool.default(input)
 
 
 def conv_transpose_global_avg_pool(
@@ -100,15 +109,15 @@ def conv_transpose_global_avg_pool(
         >>> fused_kernels.conv_transpose_global_avg_pool(x, weight).flatten()[0]  # 16 * 3 * 9 / 36
         tensor(12.)
     """
-    return torch.ops.fused.conv_transpose_global_avg_pool.default(
+    return _OPS.conv_transpose_global_avg_pool.default(
         input,
         weight,
         bias,
-        _list(stride),
-        _list(padding),
-        _list(output_padding),
+        _size(stride),
+        _size(padding),
+        _size(output_padding),
         groups,
-        _list(dilation),
+        _size(dilation),
         scale=_tensor(scale),
         shift=_tensor(shift),
     )
@@ -151,15 +160,15 @@ def conv_transpose_global_avg_pool_logsumexp(
         raise TypeError(
             "fused::conv_transpose_global_avg_pool_logsumexp: expected `out_scale` to be a number, but got a Tensor"
         )
-    return torch.ops.fused.conv_transpose_global_avg_pool_logsumexp.default(
+    return _OPS.conv_transpose_global_avg_pool_logsumexp.default(
         input,
         weight,
         bias,
-        _list(stride),
-        _list(padding),
-        _list(output_padding),
+        _size(stride),
+        _size(padding),
+        _size(output_padding),
         groups,
-        _list(dilation),
+        _size(dilation),
         scale=_tensor(scale),
         shift=_tensor(shift),
         out_scale=out_scale,
@@ -210,17 +219,17 @@ def conv_transpose_avg_pool(
         >>> fused_kernels.conv_transpose_avg_pool(x, weight, stride=2, padding=1).shape
         torch.Size([2, 5, 7, 7])
     """
-    return torch.ops.fused.conv_transpose_avg_pool.default(
+    return _OPS.conv_transpose_avg_pool.default(
         input,
         weight,
         bias,
-        _list(stride),
-        _list(padding),
-        _list(output_padding),
+        _size(stride),
+        _size(padding),
+        _size(output_padding),
         groups,
-        _list(dilation),
-        _list(pool_kernel_size),
-        _list(pool_stride),
+        _size(dilation),
+        _size(pool_kernel_size),
+        [pool_stride] if type(pool_stride) is int else _size(pool_stride),  # int[] takes no bare number
         scale1=_tensor(scale1),
         shift=_tensor(shift),
         scale2=_tensor(scale2),
@@ -377,24 +386,22 @@ class _ForwardOnly(torch.autograd.Function):
 
 
 def _has_tangent(tensors: Sequence[Tensor]) -> bool:
-    return forward_ad._current_level >= 0 and any(
-        forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
-    )
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def _forward_only(op: torch._ops.OpOverload) -> None:
     name = op._schema.name.removeprefix("fused::")
     below_autograd = torch._C._after_autograd_keyset
+    redispatch = op._handle.redispatch_boxed
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Tensor:
-        # Every call without gradients passes here, so this path does little else.
         needed = torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs)
         if not needed and forward_ad._current_level < 0:
-            return op.redispatch(keyset & below_autograd, *args, **kwargs)
+            return redispatch(keyset & below_autograd, *args, **kwargs)
 
         def call() -> Tensor:
             with torch._C._AutoDispatchBelowAutograd():
-                return op.redispatch(keyset & below_autograd, *args, **kwargs)
+                return redispatch(keyset & below_autograd, *args, **kwargs)
 
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if not needed and not _has_tangent(tensors):
@@ -404,6 +411,33 @@ def _forward_only(op: torch._ops.OpOverload) -> None:
         return _ForwardOnly.apply(name, call, *tensors)
 
     _registrations.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+# The rule above costs more than the rest of a small call, since every argument turns from C++ into Python and back. So
+# where no gradient is needed, Python's callers skip it and go where it would send them: below Autograd.
+
+
+def _skipping_autograd(call: Callable[..., Any]) -> Callable[..., Any]:
+    def skipping(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if (
+            torch.is_inference_mode_enabled()  # is below Autograd already
+            or (torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs))
+            or forward_ad._current_level >= 0
+            or torch._C._are_functorch_transforms_active()  # a wrapped tensor may need what its wrapper does not
+        ):
+            return call(self, *args, **kwargs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return call(self, *args, **kwargs)
+
+    return skipping
+
+
+class _Overload(torch._ops.OpOverload):
+    __call__ = _skipping_autograd(torch._ops.OpOverload.__call__)
+
+
+class _OverloadPacket(torch._ops.OpOverloadPacket):
+    __call__ = _skipping_autograd(torch._ops.OpOverloadPacket.__call__)
 
 
 def _no_backward_message(op: str) -> str:
@@ -423,13 +457,15 @@ def _(grad: Tensor, op: str) -> Tensor:
     return torch.empty_like(grad)
 
 
-for _op in (
-    torch.ops.fused.global_avg_pool.default,
-    torch.ops.fused.conv_transpose_global_avg_pool.default,
-    torch.ops.fused.conv_transpose_global_avg_pool_logsumexp.default,
-    torch.ops.fused.conv_transpose_avg_pool.default,
+for _packet in (
+    torch.ops.fused.global_avg_pool,
+    torch.ops.fused.conv_transpose_global_avg_pool,
+    torch.ops.fused.conv_transpose_global_avg_pool_logsumexp,
+    torch.ops.fused.conv_transpose_avg_pool,
 ):
-    _forward_only(_op)
+    _forward_only(_packet.default)
+    _packet.default.__class__ = _Overload
+    _packet.__class__ = _OverloadPacket
 
 
 # ---- plans -------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ from conftest import A0, LAYOUTS, OWN_ORDER, A, B, G, Inputs, cuda_only, every_d
 from tolerances import assert_close, check, exact, magnitude, poison
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_kernels
 from fused_kernels import _C, reference
@@ -307,6 +310,102 @@ def test_other_kinds_of_gradients_raise(inputs: Inputs, call: str) -> None:
         torch.func.grad(lambda x: op(x, **arguments).sum())(x)
     with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-only"):
         op(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), **arguments)
+
+
+@every_call
+def test_dual_numbers_raise_without_gradients_too(inputs: Inputs, call: str) -> None:
+    """no_grad is about backward only."""
+    op, arguments = make(call, inputs)
+    x = arguments.pop("input")
+    with torch.no_grad(), torch.autograd.forward_ad.dual_level():
+        assert torch.equal(op(x, **arguments), op(x, **arguments))
+        with pytest.raises(RuntimeError, match="forward-only"):
+            op(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), **arguments)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_wrapped_tensors_raise(inputs: Inputs) -> None:
+    """Where only what torch.func wraps needs a gradient."""
+    x = inputs.input(2, 3, 5, 5)
+
+    def pool(x: Tensor) -> Tensor:
+        return fused_kernels.global_avg_pool(x)
+
+    for transform in (
+        lambda x: torch.func.grad(lambda x: torch.func.vmap(pool)(x[None]).sum())(x),
+        lambda x: torch.func.vmap(torch.func.grad(lambda x: pool(x).sum()))(x[None]),
+        lambda x: torch.func.jvp(torch.func.vmap(pool), (x[None],), (x[None],)),
+        lambda x: torch.func.vmap(pool)(x.clone().requires_grad_()[None]).sum().backward(),
+    ):
+        with pytest.raises(RuntimeError, match="forward-only"):
+            transform(x)
+
+
+class Log(TorchDispatchMode):
+    """The ops that pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def functions_run(module: Any, call: Callable[[], Any]) -> set[str]:
+    """Names of the Python functions of a module that a call enters."""
+    names = set()
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename == module.__file__:
+            names.add(frame.f_code.co_name)
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return names
+
+
+@every_call
+def test_calls_without_gradients_skip_the_autograd_rule(call: str) -> None:
+    """By every door; and a mode sees the op itself."""
+    op, arguments = make(call, Inputs(1, torch.device("cpu")))
+    packet = getattr(torch.ops.fused, CALLS[call][0])
+    wanting = arguments | {"input": arguments["input"].clone().requires_grad_()}
+    for door in (op, packet, packet.default):
+        assert "kernel" in functions_run(fused_kernels.ops, lambda door=door: door(**wanting))
+        for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
+            with mode():
+                assert "kernel" not in functions_run(fused_kernels.ops, lambda door=door: door(**arguments))
+                with Log() as log:
+                    door(**arguments)
+            assert log.ops == [f"fused.{CALLS[call][0]}.default"]
+
+
+def test_callers_from_outside_python(inputs: Inputs) -> None:
+    """TorchScript's interpreter calls as C++ does."""
+
+    @torch.jit.script
+    def pool(x: Tensor) -> Tensor:
+        return torch.ops.fused.global_avg_pool(x)
+
+    x = inputs.input(2, 3, 5, 5)
+    assert torch.equal(pool(x), fused_kernels.global_avg_pool(x))
+    with torch.no_grad():
+        assert torch.equal(pool(x), fused_kernels.global_avg_pool(x))
+    with pytest.raises(RuntimeError, match="forward-only"):
+        pool(x.requires_grad_()).sum().backward()
+
+
+def test_ops_are_torchs_kind() -> None:
+    for name in (G, A0, A, B):
+        packet = getattr(torch.ops.fused, name)
+        assert isinstance(packet, torch._ops.OpOverloadPacket) and isinstance(packet.default, torch._ops.OpOverload)
+        assert copy.deepcopy(packet.default) is packet.default is getattr(torch.ops.fused, name).default
+        assert str(packet) == f"fused.{name}" and str(packet.default) == f"fused.{name}.default"
 
 
 @every_call
