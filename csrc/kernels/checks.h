@@ -132,6 +132,7 @@ ConvTranspose<Int> check_conv_transpose(const char* op, const TensorInfo<Int>& i
   if (conv.in_channels % Int(groups) != Int(0))
     fail(op, "expected `groups` to divide the ", show(conv.in_channels), " input channels, but got ", groups);
   conv.out_channels = weight.sizes[1] * Int(groups);
+  for (std::vector<Int>* sizes : {&conv.input, &conv.kernel, &conv.output}) sizes->reserve(dims);
   for (int d = 0; d < dims; ++d) {
     const Int size = input.sizes[2 + d], kernel = weight.sizes[2 + d];
     if (size < Int(1))

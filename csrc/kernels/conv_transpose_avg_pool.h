@@ -31,6 +31,7 @@ AvgPooledConvTranspose<Int> check_conv_transpose_avg_pool(
   result.pool_kernel = expand(op, "pool_kernel_size", pool_kernel_size, conv.spatial_dims, 1);
   result.pool_stride =
       pool_stride.empty() ? result.pool_kernel : expand(op, "pool_stride", pool_stride, conv.spatial_dims, 1);
+  result.output.reserve(conv.spatial_dims + 2);
   result.output = {conv.batch, conv.out_channels};
   for (int d = 0; d < conv.spatial_dims; ++d) {
     if (conv.output[d] < Int(result.pool_kernel[d]))
