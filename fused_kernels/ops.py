@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import has_torch_function
 
 from fused_kernels import _C, _library
 
@@ -386,22 +387,23 @@ class _ForwardOnly(torch.autograd.Function):
 
 
 def _has_tangent(tensors: Sequence[Tensor]) -> bool:
-    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+    return forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
+    )
 
 
 def _forward_only(op: torch._ops.OpOverload) -> None:
     name = op._schema.name.removeprefix("fused::")
     below_autograd = torch._C._after_autograd_keyset
-    redispatch = op._handle.redispatch_boxed
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Tensor:
         needed = torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs)
         if not needed and forward_ad._current_level < 0:
-            return redispatch(keyset & below_autograd, *args, **kwargs)
+            return op.redispatch(keyset & below_autograd, *args, **kwargs)
 
         def call() -> Tensor:
             with torch._C._AutoDispatchBelowAutograd():
-                return redispatch(keyset & below_autograd, *args, **kwargs)
+                return op.redispatch(keyset & below_autograd, *args, **kwargs)
 
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if not needed and not _has_tangent(tensors):
@@ -423,7 +425,9 @@ def _skipping_autograd(call: Callable[..., Any]) -> Callable[..., Any]:
             torch.is_inference_mode_enabled()  # is below Autograd already
             or (torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs))
             or forward_ad._current_level >= 0
-            or torch._C._are_functorch_transforms_active()  # a wrapped tensor may need what its wrapper does not
+            # What these wrap may need a gradient.
+            or torch._C._are_functorch_transforms_active()
+            or has_torch_function((*args, *kwargs.values()))
         ):
             return call(self, *args, **kwargs)
         with torch._C._AutoDispatchBelowAutograd():

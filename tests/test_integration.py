@@ -15,6 +15,7 @@ from conftest import A0, LAYOUTS, OWN_ORDER, A, B, G, Inputs, cuda_only, every_d
 from tolerances import assert_close, check, exact, magnitude, poison
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_kernels
@@ -339,6 +340,31 @@ def test_wrapped_tensors_raise(inputs: Inputs) -> None:
     ):
         with pytest.raises(RuntimeError, match="forward-only"):
             transform(x)
+
+
+def test_tensor_likes_raise(inputs: Inputs) -> None:
+    """Where only a tensor that another object holds needs a gradient; and what a TorchFunctionMode hands in."""
+    x = inputs.input(2, 3, 5, 5).requires_grad_()
+
+    class Holder:
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(x)
+
+    class Handing(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(x) if "global_avg_pool" in str(func) else func(*args, **(kwargs or {}))
+
+    for door in (
+        fused_kernels.global_avg_pool,
+        torch.ops.fused.global_avg_pool,
+        torch.ops.fused.global_avg_pool.default,
+    ):
+        with Handing():
+            handed = door(x.detach())
+        for output in (door(Holder()), handed):
+            with pytest.raises(RuntimeError, match="forward-only"):
+                output.sum().backward()
 
 
 class Log(TorchDispatchMode):
