@@ -34,12 +34,17 @@ STAGED, DIRECT = ["staged_conv"], ["collapse_taps", "direct_conv"]
         ((1, 2, 3, 17, 32), (17, 3, 3, 3), WORKLOAD, f16, STAGED),  # 16 x 31; 16 channels at a time
         ((1, 2, 2, 33, 34), (33, 3, 3, 3), WORKLOAD, bf16, STAGED),  # 32 x 33
         ((2, 3, 2, 2, 2), (1, 3, 3, 3), WORKLOAD, bf16, STAGED),
-        ((1, 16, 2, 5, 4), (16, 3, 3, 3), WORKLOAD, f32, STAGED),  # all that shared memory holds
-        ((1, 17, 2, 5, 4), (16, 3, 3, 3), WORKLOAD, f32, DIRECT),
-        ((1, 8, 2, 4, 4), (208, 3, 3, 3), WORKLOAD, f32, STAGED),
-        ((1, 8, 2, 4, 4), (209, 3, 3, 3), WORKLOAD, f32, DIRECT),
-        ((2, 30, 18, 32), (15, 3, 3), WORKLOAD, f32, STAGED),
-        ((2, 31, 18, 32), (15, 3, 3), WORKLOAD, f32, DIRECT),
+        ((2, 3, 3, 9, 40), (5, 3, 3, 3), {"stride": 2}, f32, STAGED),  # begins one before the input
+        ((1, 2, 2, 17, 64), (5, 3, 3, 3), {"stride": 2}, f16, STAGED),
+        ((1, 2, 3, 8, 16), (16, 3, 3, 3), WORKLOAD | {"output_padding": 1}, bf16, STAGED),  # and ends one behind it
+        ((1, 2, 2, 18, 75), (19, 3, 3, 3), WORKLOAD, f32, STAGED),  # rows that are no whole vectors
+        ((1, 2, 18, 75), (3, 3, 3), {"stride": 2}, f16, STAGED),
+        ((1, 20, 2, 5, 4), (16, 3, 3, 3), WORKLOAD, f32, STAGED),  # all that shared memory holds
+        ((1, 21, 2, 5, 4), (16, 3, 3, 3), WORKLOAD, f32, DIRECT),
+        ((1, 8, 2, 4, 4), (272, 3, 3, 3), WORKLOAD, f32, STAGED),
+        ((1, 8, 2, 4, 4), (273, 3, 3, 3), WORKLOAD, f32, DIRECT),
+        ((2, 15, 18, 32), (15, 3, 3), WORKLOAD, f32, STAGED),
+        ((2, 16, 18, 32), (15, 3, 3), WORKLOAD, f32, DIRECT),
         ((2, 2, 34, 66), (4, 2, 2), {"padding": 1, "pool_kernel_size": 1}, f32, STAGED),
         ((1, 1, 4, 4), (2, 64, 64), {"stride": 64, "padding": 63, "pool_kernel_size": 64}, f32, STAGED),
         ((1, 1, 4, 4), (2, 65, 65), {"stride": 64, "padding": 64, "pool_kernel_size": 64}, f32, DIRECT),
@@ -256,23 +261,41 @@ def test_unused_cells_do_not_matter(inputs: Inputs, dtype: torch.dtype, border: 
     assert torch.equal(check(B, x, w, padding=1), check(B, inner, w))
 
 
+@every_dtype
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=str)
 @pytest.mark.parametrize("shape", [(2, 3, 6, 5), (2, 3, 4, 5, 6)], ids=str)
-def test_special_cells_stay_where_they_are(inputs: Inputs, value: float, shape: tuple[int, ...]) -> None:
-    x, w = inputs.input(*shape), inputs.weight(3, 4, *[3] * (len(shape) - 2), positive=True)
+def test_special_cells_stay_where_they_are(
+    inputs: Inputs, dtype: torch.dtype, value: float, shape: tuple[int, ...]
+) -> None:
+    x, w = inputs.input(*shape, dtype=dtype), inputs.weight(3, 4, *[3] * (len(shape) - 2), positive=True, dtype=dtype)
     x[1, 2, 0, 2] = value
     for kwargs in (WORKLOAD, {"padding": 1}, {"padding": 1, "stride": 2, "pool_stride": 4}):
         ours = check(B, x, w, **kwargs)
         assert ours[0].isfinite().all() and not ours[1].isfinite().all()
 
 
+@every_dtype
 @pytest.mark.parametrize("value", [math.inf, math.nan], ids=str)
-@pytest.mark.parametrize("kwargs", [WORKLOAD, {}, {"padding": 2, "dilation": 2}], ids=str)
-def test_infinite_weights(inputs: Inputs, value: float, kwargs: dict[str, int]) -> None:
+@pytest.mark.parametrize("kwargs", [WORKLOAD, {}, {"stride": 2}, {"padding": 2, "dilation": 2}], ids=str)
+def test_infinite_weights(inputs: Inputs, dtype: torch.dtype, value: float, kwargs: dict[str, int]) -> None:
     """They meet the inputs there are, and no zeros of the border."""
-    x, w = inputs.input(2, 3, 6, 5, positive=True), inputs.weight(3, 4, 3, 3)
+    x, w = inputs.input(2, 3, 6, 5, positive=True, dtype=dtype), inputs.weight(3, 4, 3, 3, dtype=dtype)
     w[1, 2, 0, 1] = value
     check(B, x, w, **kwargs)
+
+
+@every_dtype
+@pytest.mark.parametrize("scale", [math.inf, 0.0, 1e30, 1e-30], ids=str)
+def test_extreme_factors(inputs: Inputs, dtype: torch.dtype, scale: float) -> None:
+    """They may not be multiplied with each other, or with the weight, where that would lose what they leave."""
+    if scale not in (0.0, math.inf) and dtype == f16:
+        pytest.skip("beyond float16")
+    x, w = inputs.input(2, 3, 6, 5, dtype=dtype), inputs.weight(3, 4, 3, 3, dtype=dtype)
+    w[0, 1] = 0
+    bias, shift = inputs.channels(4, dtype=dtype), inputs.channels(4, dtype=dtype)
+    check(B, x, w, bias, **WORKLOAD, scale1=2.0, shift=shift, scale2=scale)
+    if scale < math.inf:  # the composition multiplies before it pools, and makes NaN of infinities of both signs
+        check(B, x, w, bias, **WORKLOAD, scale1=scale, shift=shift, scale2=1 / scale if scale else 3.0)
 
 
 @pytest.mark.parametrize("dtype", [f16, bf16], ids=str)
