@@ -76,7 +76,7 @@ struct Staged {
 };
 
 // Few channels, on devices whose tensor cores multiply float64 at the rate of plain float32. A block marches through
-// planes of 16 x 32 outputs. One warp moves data, four multiply: while these compute plane z from the input planes z and
+// planes of 16 x 32 outputs, or 8 x 32 where there are few. One warp moves data, four multiply: while these compute plane z from the input planes z and
 // z + 1 in a ring in shared memory, the mover fetches plane z + 3 and sends the results of plane z - 1 away. Per input
 // channel, 16 output channels x 8 taps meet 8 taps x 8 positions in one instruction.
 //
@@ -114,13 +114,15 @@ template <class T>
 struct StagedMemory {
   using Element = typename StagedTypes<T>::Element;
   Element* weights;  // (C_in, groups, terms, 32 lanes, 4): V times the factors, as the tensor cores want it
+  double* factors;   // (channels): what V is multiplied by
   Element* base;     // (channels): what bias and shift add
   T* results;        // (2, 16 channels, result pitch)
-  T* ring;           // (4 slots, C_in, 17 rows, pitch)
+  T* ring;           // (4 slots, C_in, rows + 1, pitch)
   __device__ StagedMemory(const Staged& staged, void* memory) {
     const int groups = (staged.out_channels + kStagedChannels - 1) / kStagedChannels;
     weights = static_cast<Element*>(memory);
-    base = weights + staged.in_channels * groups * StagedTypes<T>::kTerms * 128;
+    factors = reinterpret_cast<double*>(weights + staged.in_channels * groups * StagedTypes<T>::kTerms * 128);
+    base = reinterpret_cast<Element*>(factors + groups * kStagedChannels);
     results = reinterpret_cast<T*>(base + groups * kStagedChannels);
     ring = results + 2 * kStagedChannels * staged.layout.result_pitch;
   }
@@ -222,7 +224,7 @@ struct StagedCursor {
     int tile = step / staged.out[0];
     x = tile % staged.tiles2 * kStagedColumns;
     tile /= staged.tiles2;
-    y = tile % staged.tiles1 * kStagedRows;
+    y = tile % staged.tiles1 * staged.layout.rows;
     n = tile / staged.tiles1;
   }
   template <int kJ0>
@@ -236,11 +238,11 @@ struct StagedCursor {
 template <class T, int kJ0>
 struct StagedMover {
   static constexpr int kSize = Vector<T>::kSize, kVectors = kStagedColumns / kSize + 1, kPitch = kVectors * kSize;
-  static constexpr int kHeight = kStagedRows + 1;
   const Convolution<T>& conv;
   const Staged& staged;
   const StagedMemory<T>& memory;
   const int lane;
+  const int height;    // rows of inputs of a tile
   const bool vectors;  // rows of the input are rows of whole vectors
 
   __device__ StagedMover(const Convolution<T>& conv, const Staged& staged, const StagedMemory<T>& memory)
@@ -248,23 +250,24 @@ struct StagedMover {
         staged(staged),
         memory(memory),
         lane(threadIdx.x % 32),
+        height(staged.layout.rows + 1),
         vectors(is_vector_aligned(conv.input) && staged.size[2] % kSize == 0) {}
 
   __device__ int skip(const StagedCursor& at) const {
     return vectors ? static_cast<unsigned>(at.x + staged.offset[2]) % kSize : 0;
   }
 
-  // Starts the copy of the inputs that a plane of the tile needs, (C_in, kHeight, kPitch); zero where there is no input.
+  // Starts the copy of the inputs that a plane of the tile needs, (C_in, rows + 1, kPitch); zero where there is no input.
   __device__ void copy(const StagedCursor& at, int slot) const {
     const int plane = at.plane + staged.offset[0], y0 = at.y + staged.offset[1],
               x0 = at.x + staged.offset[2] - skip(at);
-    const int height = staged.size[1], width = staged.size[2];
+    const int size1 = staged.size[1], width = staged.size[2];
     const bool exists = plane >= 0 && plane < staged.size[0];
-    const int64_t area = static_cast<int64_t>(height) * width, volume = area * staged.size[0];
+    const int64_t area = static_cast<int64_t>(size1) * width, volume = area * staged.size[0];
     const T* corner =
         conv.input + at.n * staged.in_channels * volume + plane * area + static_cast<int64_t>(y0) * width + x0;
     T* to = memory.ring + slot * staged.layout.slot;
-    const int rows = staged.in_channels * kHeight;
+    const int rows = staged.in_channels * height;
     if (vectors) {
       // Several rows at once, each lane always the same columns.
       constexpr int kAtOnce = 32 / kVectors;
@@ -275,22 +278,22 @@ struct StagedMover {
         int y = first;
 #pragma unroll 4
         for (int r = first; r < rows; r += kAtOnce) {
-          const bool use = inside && static_cast<unsigned>(y0 + y) < static_cast<unsigned>(height);
+          const bool use = inside && static_cast<unsigned>(y0 + y) < static_cast<unsigned>(size1);
           __pipeline_memcpy_async(to + r * kPitch + column, use ? from : conv.input, 16, use ? 0 : 16);
           from += kAtOnce * width;
           y += kAtOnce;
-          if (y >= kHeight) {
-            y -= kHeight;
-            from += volume - kHeight * width;
+          if (y >= height) {
+            y -= height;
+            from += volume - height * width;
           }
         }
       }
     } else {
 #pragma unroll 4
       for (int i = lane; i < rows * kPitch; i += 32) {
-        const int x = i % kPitch, r = i / kPitch, y = r % kHeight, ci = r / kHeight;
+        const int x = i % kPitch, r = i / kPitch, y = r % height, ci = r / height;
         const bool use = exists && static_cast<unsigned>(x0 + x) < static_cast<unsigned>(width) &&
-                         static_cast<unsigned>(y0 + y) < static_cast<unsigned>(height);
+                         static_cast<unsigned>(y0 + y) < static_cast<unsigned>(size1);
         const T* from = use ? corner + (ci * volume + static_cast<int64_t>(y) * width + x) : conv.input;
         if constexpr (sizeof(T) == 4)
           __pipeline_memcpy_async(to + i, from, 4, use ? 0 : 4);
@@ -358,7 +361,7 @@ __device__ void move(const Convolution<T>& conv, const Staged& staged, const Sta
              slot,
              mover.skip(at),
              buffer,
-             min(kStagedRows, staged.out[1] - at.y),
+             min(staged.layout.rows, staged.out[1] - at.y),
              min(kStagedColumns, staged.out[2] - at.x),
              at.n,
              z,
@@ -392,17 +395,24 @@ __device__ void collapse_weights(const Convolution<T>& conv, const Staged& stage
   constexpr int kThreads = kStagedMultipliers * 32, kTerms = StagedTypes<T>::kTerms;
   const int out_channels = staged.out_channels, groups = (out_channels + kStagedChannels - 1) / kStagedChannels;
   const int kernel1 = staged.kernel[1], kernel2 = staged.kernel[2], kernel = staged.kernel[0] * kernel1 * kernel2;
-  // Summed from a copy of the weight in the place of the results, where it fits there.
+  // Summed from a copy of the weight in the place of the results, where it fits there. All loads leave at once: in a small
+  // call their latency is most of the time.
   const int count = staged.in_channels * out_channels * kernel;
-  const T* weight = conv.weight;
-  if (count <= 2 * kStagedChannels * staged.layout.result_pitch) {
-#pragma unroll 8
+  const bool fits = count <= 2 * kStagedChannels * staged.layout.result_pitch;
+  const T* weight = fits ? memory.results : conv.weight;
+  const Affine<double> affine(conv, min(static_cast<int>(threadIdx.x), out_channels - 1));
+  if (fits)
+#pragma unroll 16
     for (int i = threadIdx.x; i < count; i += kThreads) memory.results[i] = conv.weight[i];
-    weight = memory.results;
+  bool trusted = true;
+  for (int c = threadIdx.x; c < groups * kStagedChannels; c += kThreads) {
+    const Affine<double> own = c < kThreads ? affine : Affine<double>(conv, min(c, out_channels - 1));
+    memory.factors[c] = own.factor();
+    memory.base[c] = static_cast<Element>(own(0));
+    trusted &= isfinite(memory.base[c]);
   }
   if (threadIdx.x == 0) exotic = false;
   meet_multipliers();
-  bool trusted = true;
 #pragma unroll 1
   for (int i = threadIdx.x; i < staged.in_channels * groups * 128; i += kThreads) {
     // Element e of a lane: of output channel g or g + 8, at offset (t / 2, e / 2, t % 2).
@@ -415,7 +425,7 @@ __device__ void collapse_weights(const Convolution<T>& conv, const Staged& stage
         for (int b = staged.tap_begin[1][j1]; b < staged.tap_end[1][j1]; ++b)
           for (int c = staged.tap_begin[2][j2]; c < staged.tap_end[2][j2]; ++c)
             sum += static_cast<double>(to_accumulator(source[(a * kernel1 + b) * kernel2 + c]));
-      sum *= Affine<double>(conv, co).factor();
+      sum *= memory.factors[co];
     }
     if constexpr (kTerms == 1) {
       memory.weights[i] = sum;
@@ -427,10 +437,6 @@ __device__ void collapse_weights(const Convolution<T>& conv, const Staged& stage
       memory.weights[rest * 256 + 128 + i % 128] = v - high;
       trusted &= sum == 0 || (fabs(sum) < 1e30 && fabs(sum) > 1e-25);
     }
-  }
-  for (int c = threadIdx.x; c < groups * kStagedChannels; c += kThreads) {
-    memory.base[c] = static_cast<Element>(Affine<double>(conv, min(c, out_channels - 1))(0));
-    trusted &= isfinite(memory.base[c]);
   }
   if (!trusted) exotic = true;
 }
@@ -515,7 +521,7 @@ __device__ void multiply(const Convolution<T>& conv, const Staged& staged, const
             if constexpr (kTerms == 2) multiply_add(sums[r][n], a[0], b[n], next, sums[r][n]);
             b[n] = next;
           }
-        x += Mover::kHeight * kPitch;
+        x += (staged.layout.rows + 1) * kPitch;
         v += groups * kTerms * 128;
       };
       add_channel(true);
@@ -541,7 +547,7 @@ __device__ void multiply(const Convolution<T>& conv, const Staged& staged, const
       // An infinite input makes NaN of a half of V that is zero, so what this lane has written is looked at again.
       if (isnan(check))
 #pragma unroll 1
-        for (int i = 0; i < kStagedRows / kStagedMultipliers * 16; ++i) {
+        for (int i = 0; i < staged.layout.rows / kStagedMultipliers * 16; ++i) {
           const int column = i % 8 * 4 + t, c = g + i / 8 % 2 * 8, co = job.group * kStagedChannels + c;
           const int y =
               (i / 16 / kStagedWarpRows * kStagedMultipliers + warp) * kStagedWarpRows + i / 16 % kStagedWarpRows;
@@ -648,7 +654,7 @@ __global__ void __launch_bounds__(kDirectThreads)
 
 // ---- Host --------------------------------------------------------------------------------------------------------
 
-Staged staged_geometry(const AvgPoolProblem& problem, int64_t steps) {
+Staged staged_geometry(const AvgPoolProblem& problem, int rows, int64_t steps) {
   Staged staged;
   for (int d = 0; d < kMaxSpatialDims; ++d) {
     const PoolDim& dim = problem.dims[d];
@@ -664,10 +670,10 @@ Staged staged_geometry(const AvgPoolProblem& problem, int64_t steps) {
   }
   staged.in_channels = static_cast<int>(problem.in_channels);
   staged.out_channels = static_cast<int>(problem.out_channels);
-  staged.tiles1 = static_cast<int>(ceil_div(staged.out[1], kStagedRows));
+  staged.tiles1 = static_cast<int>(ceil_div(staged.out[1], rows));
   staged.tiles2 = static_cast<int>(ceil_div(staged.out[2], kStagedColumns));
   staged.steps = static_cast<int>(steps);
-  staged.layout = staged_layout(problem);
+  staged.layout = staged_layout(problem, rows);
   return staged;
 }
 
@@ -678,15 +684,16 @@ void launch_conv(const CudaContext& cuda, const AvgPoolPlan& plan, const AvgPool
     if (plan.kernel == PoolKernel::kStaged) {
       const auto kernel = conv.dims[0].offsets().size() == 1 ? staged_conv<T, 1> : staged_conv<T, 2>;
       // The kernel counts steps with 32 bits, so a huge batch goes in slices.
-      const int64_t samples = kMostStaged / staged_steps(problem);
+      const int rows = staged_rows(problem, cuda.properties());
+      const int64_t samples = kMostStaged / staged_steps(problem, rows);
       for (int64_t first = 0; first < problem.batch; first += samples) {
         Convolution<T> slice = conv;
         slice.input += first * conv.input_strides[0];
         slice.output += first * conv.output_strides[0];
-        const int64_t steps = std::min(samples, problem.batch - first) * staged_steps(problem);
+        const int64_t steps = std::min(samples, problem.batch - first) * staged_steps(problem, rows);
         Launch launch = plan.launch[0];
         launch.grid = std::min(launch.grid, steps);
-        cuda.launch(launch, kernel, slice, staged_geometry(problem, steps));
+        cuda.launch(launch, kernel, slice, staged_geometry(problem, rows, steps));
       }
       return;
     }

@@ -1,5 +1,5 @@
-// Launch plan of conv_transpose_avg_pool: a pure function of shape and device. The kernel does not depend on the batch, so
-// a sample's result is the same bits in every batch.
+// Launch plan of conv_transpose_avg_pool: a pure function of shape and device. Every output is computed alike in every
+// batch, so a sample's result is the same bits.
 #pragma once
 
 #include <algorithm>
@@ -41,7 +41,8 @@ struct AvgPoolPlan : Plan {
 
 inline constexpr int kStagedMultipliers = 4;  // warps; with eight of them or one row a warp it took as long
 inline constexpr int kStagedThreads = 32 * kStagedMultipliers + 32;
-inline constexpr int kStagedRows = 16;       // of a tile; with 8 it took 70 us instead of 60
+inline constexpr int kStagedRows = 16;       // of a tile; with 8 it took 70 us instead of 60,
+inline constexpr int kFewStagedRows = 8;     // but 11.6 instead of 12.7 at batch 1, where blocks are few
 inline constexpr int kStagedWarpRows = 2;    // of these that a warp computes at once
 inline constexpr int kStagedColumns = 32;    // of a tile
 inline constexpr int kStagedChannels = 16;   // output channels at a time
@@ -59,12 +60,13 @@ inline int64_t taps_of(const AvgPoolProblem& problem) {
 
 // Sizes of the staged kernel's shared arrays, in elements of the dtype.
 struct StagedLayout {
+  int rows = 0;          // of outputs of a tile
   int slot = 0;          // one input plane of all channels in the ring
   int result_row = 0;    // from one row of results to the next
   int result_pitch = 0;  // from one channel of results to the next
 };
 
-inline StagedLayout staged_layout(const AvgPoolProblem& problem) {
+inline StagedLayout staged_layout(const AvgPoolProblem& problem, int rows) {
   const int64_t size = 16 / problem.itemsize, columns = std::min<int64_t>(problem.dims[2].output(), kStagedColumns);
   // Whole vectors, by as many as let the lanes of a warp meet different banks.
   const auto vectors = [size](int64_t elements, int64_t remainder) {
@@ -73,25 +75,31 @@ inline StagedLayout staged_layout(const AvgPoolProblem& problem) {
     return static_cast<int>(count * size);
   };
   StagedLayout layout;
-  layout.slot = vectors(problem.in_channels * (kStagedRows + 1) * (kStagedColumns + size), 4);
+  layout.rows = rows;
+  layout.slot = vectors(problem.in_channels * (rows + 1) * (kStagedColumns + size), 4);
   // Rows that are whole rows of the output follow one another without a gap, as they do there.
   layout.result_row = static_cast<int>(columns == problem.dims[2].output() ? columns : columns + size);
-  layout.result_pitch = vectors(kStagedRows * layout.result_row + size, 1);
+  layout.result_pitch = vectors(rows * layout.result_row + size, 1);
   return layout;
 }
 
-// V and what is added to its products, two buffers of results and the ring of inputs, bytes.
-inline int64_t staged_shared_memory(const AvgPoolProblem& problem) {
-  const StagedLayout layout = staged_layout(problem);
+// V, its factors and what is added to its products, two buffers of results and the ring of inputs, bytes.
+inline int64_t staged_shared_memory(const AvgPoolProblem& problem, int rows) {
+  const StagedLayout layout = staged_layout(problem, rows);
   const int64_t channels = ceil_div(problem.out_channels, kStagedChannels) * kStagedChannels;
-  return (problem.in_channels * 8 + 1) * channels * 8 +
+  return (problem.in_channels * 8 + 2) * channels * 8 +
          (2 * kStagedChannels * layout.result_pitch + kStagedSlots * layout.slot) * problem.itemsize;
 }
 
 // Planes of outputs of all tiles of one sample.
-inline int64_t staged_steps(const AvgPoolProblem& problem) {
-  return problem.dims[0].output() * ceil_div(problem.dims[1].output(), kStagedRows) *
+inline int64_t staged_steps(const AvgPoolProblem& problem, int rows) {
+  return problem.dims[0].output() * ceil_div(problem.dims[1].output(), rows) *
          ceil_div(problem.dims[2].output(), kStagedColumns);
+}
+
+inline int staged_rows(const AvgPoolProblem& problem, const DeviceProperties& device) {
+  return problem.batch < ceil_div(device.multiprocessors, staged_steps(problem, kStagedRows)) ? kFewStagedRows
+                                                                                              : kStagedRows;
 }
 
 // The staged kernel takes collapsed taps of 1 or 2 x 2 x 2 at stride 1.
@@ -110,8 +118,11 @@ inline bool fits_staged(const AvgPoolProblem& problem, const DeviceProperties& d
   // It computes with 32 bits within weights and the count of steps. (Sizes are checked first: products could overflow.)
   for (const PoolDim& dim : problem.dims)
     if (dim.conv.input > kMostStaged) return false;
-  if (problem.in_channels > 4096 || problem.out_channels > 4096 || staged_steps(problem) > kMostStaged) return false;
-  return staged_shared_memory(problem) <= device.shared_memory_per_block;
+  if (problem.in_channels > 4096 || problem.out_channels > 4096 ||
+      problem.dims[1].output() * problem.dims[2].output() > kMostStaged ||
+      staged_steps(problem, kFewStagedRows) > kMostStaged)
+    return false;
+  return staged_shared_memory(problem, kStagedRows) <= device.shared_memory_per_block;
 }
 
 inline AvgPoolPlan plan_conv_transpose_avg_pool(const AvgPoolProblem& problem, const DeviceProperties& device) {
@@ -135,10 +146,12 @@ inline AvgPoolPlan plan_conv_transpose_avg_pool(const AvgPoolProblem& problem, c
   if (fits_staged(problem, device)) {
     plan.variant = "planes staged in shared memory";
     plan.kernel = PoolKernel::kStaged;
-    const int64_t shared_memory = staged_shared_memory(problem);
+    const int rows = staged_rows(problem, device);
+    const int64_t shared_memory = staged_shared_memory(problem, rows);
     const int64_t blocks = device.multiprocessors *
                            std::clamp<int64_t>(device.shared_memory_per_block / shared_memory, 1, kMostStagedBlocks);
-    plan.add("staged_conv", std::min(problem.batch * staged_steps(problem), blocks), kStagedThreads, shared_memory);
+    plan.add("staged_conv", std::min(problem.batch * staged_steps(problem, rows), blocks), kStagedThreads,
+             shared_memory);
     return plan;
   }
   plan.variant = "one thread a position";
