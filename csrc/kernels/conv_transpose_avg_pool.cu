@@ -76,9 +76,9 @@ struct Staged {
 };
 
 // Few channels, on devices whose tensor cores multiply float64 at the rate of plain float32. A block marches through
-// planes of 16 x 32 outputs, or 8 x 32 where there are few. One warp moves data, four multiply: while these compute plane z from the input planes z and
-// z + 1 in a ring in shared memory, the mover fetches plane z + 3 and sends the results of plane z - 1 away. Per input
-// channel, 16 output channels x 8 taps meet 8 taps x 8 positions in one instruction.
+// planes of 16 x 32 outputs, or 8 x 32 where there are few. One warp moves data, four multiply: while these compute plane
+// z from the input planes z and z + 1 in a ring in shared memory, the mover fetches plane z + 3 and sends the results of
+// plane z - 1 away. Per input channel, 16 output channels x 8 taps meet 8 taps x 8 positions in one instruction.
 //
 // Why float64: chains of 24 float32 products, even split in three, had 1.2 times the error of the composition, whose pool
 // averages rounding errors away. Half types multiply in TF32, which holds them exactly, by V split in two such numbers.
@@ -259,22 +259,21 @@ struct StagedMover {
 
   // Starts the copy of the inputs that a plane of the tile needs, (C_in, rows + 1, kPitch); zero where there is no input.
   __device__ void copy(const StagedCursor& at, int slot) const {
-    const int plane = at.plane + staged.offset[0], y0 = at.y + staged.offset[1],
-              x0 = at.x + staged.offset[2] - skip(at);
-    const int size1 = staged.size[1], width = staged.size[2];
+    const int plane = at.plane + staged.offset[0], y0 = at.y + staged.offset[1];
+    const int x0 = at.x + staged.offset[2] - skip(at), size1 = staged.size[1];
     const bool exists = plane >= 0 && plane < staged.size[0];
-    const int64_t area = static_cast<int64_t>(size1) * width, volume = area * staged.size[0];
+    const int64_t width = staged.size[2], area = size1 * width, volume = area * staged.size[0];
     const T* corner =
-        conv.input + at.n * staged.in_channels * volume + plane * area + static_cast<int64_t>(y0) * width + x0;
+        conv.input + static_cast<int64_t>(at.n) * staged.in_channels * volume + plane * area + y0 * width + x0;
     T* to = memory.ring + slot * staged.layout.slot;
     const int rows = staged.in_channels * height;
     if (vectors) {
       // Several rows at once, each lane always the same columns.
       constexpr int kAtOnce = 32 / kVectors;
       const int column = lane % kVectors * kSize, first = lane / kVectors;
-      const bool inside = exists && x0 + column >= 0 && x0 + column < width;
+      const bool inside = exists && x0 + column >= 0 && x0 + column < staged.size[2];
       if (first < kAtOnce) {
-        const T* from = corner + static_cast<int64_t>(first) * width + column;
+        const T* from = corner + first * width + column;
         int y = first;
 #pragma unroll 4
         for (int r = first; r < rows; r += kAtOnce) {
@@ -292,9 +291,9 @@ struct StagedMover {
 #pragma unroll 4
       for (int i = lane; i < rows * kPitch; i += 32) {
         const int x = i % kPitch, r = i / kPitch, y = r % height, ci = r / height;
-        const bool use = exists && static_cast<unsigned>(x0 + x) < static_cast<unsigned>(width) &&
+        const bool use = exists && static_cast<unsigned>(x0 + x) < static_cast<unsigned>(staged.size[2]) &&
                          static_cast<unsigned>(y0 + y) < static_cast<unsigned>(size1);
-        const T* from = use ? corner + (ci * volume + static_cast<int64_t>(y) * width + x) : conv.input;
+        const T* from = use ? corner + (ci * volume + y * width + x) : conv.input;
         if constexpr (sizeof(T) == 4)
           __pipeline_memcpy_async(to + i, from, 4, use ? 0 : 4);
         else
@@ -308,12 +307,11 @@ struct StagedMover {
   __device__ void store(const StagedJob& job) const {
     const int channels = min(kStagedChannels, staged.out_channels - job.group * kStagedChannels);
     if (lane < channels) {
-      const T* tile = tile_of(conv, staged, job);
+      T* tile = tile_of(conv, staged, job);
       const int length = job.rows * job.columns, at = result_at(staged, tile, lane, 0);
       const int head = min(length, (kSize - at % kSize) % kSize), body = (length - head) / kSize * kSize;
       const T* source = memory.results + job.buffer * kStagedChannels * staged.layout.result_pitch + at;
-      T* target = conv.output + (tile - conv.output) +
-                  lane * (static_cast<int64_t>(staged.out[0]) * staged.out[1] * staged.out[2]);
+      T* target = tile + lane * (static_cast<int64_t>(staged.out[0]) * staged.out[1] * staged.out[2]);
       if (body > 0) bulk_store(target + head, source + head, body * sizeof(T));
       for (int i = 0; i < head; ++i) target[i] = source[i];
       for (int i = head + body; i < length; ++i) target[i] = source[i];
