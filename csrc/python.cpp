@@ -174,21 +174,21 @@ PYBIND11_MODULE(_C, m) {
         });
 
   // Plans: the same arguments, and the device.
-  m.def("plan_global_avg_pool", [](const DeviceProperties& device, const PyTensor& input) -> Plan {
+  m.def("plan_global_avg_pool", [](const DeviceProperties& device, bool channels_last, const PyTensor& input) -> Plan {
     const Info<int64_t> info(input);
     check_global_avg_pool(*info);
-    return plan_global_avg_pool(global_pool_problem((*info).sizes, itemsize(input)), device);
+    return plan_global_avg_pool(global_pool_problem((*info).sizes, itemsize(input), channels_last), device);
   });
   m.def("plan_conv_transpose_global_avg_pool",
-        [](const DeviceProperties& device, const std::string& op, bool logsumexp, const PyTensor& input,
-           const PyTensor& weight, const PyTensor& bias, const Ints& stride, const Ints& padding,
+        [](const DeviceProperties& device, bool channels_last, const std::string& op, bool logsumexp,
+           const PyTensor& input, const PyTensor& weight, const PyTensor& bias, const Ints& stride, const Ints& padding,
            const Ints& output_padding, int64_t groups, const Ints& dilation, const PyTensor& scale,
            const PyTensor& shift) -> Plan {
           const auto checked = check_chain<int64_t>(op, logsumexp, input, weight, bias, stride, padding, output_padding,
                                                     groups, dilation, scale, shift);
-          return plan_global_avg_pool(
-              global_pool_problem(checked.conv, logsumexp, itemsize(input), segment_inputs(op.c_str(), checked.conv)),
-              device);
+          return plan_global_avg_pool(global_pool_problem(checked.conv, logsumexp, itemsize(input), channels_last,
+                                                          segment_inputs(op.c_str(), checked.conv)),
+                                      device);
         });
   m.def("plan_conv_transpose_avg_pool",
         [](const DeviceProperties& device, bool channels_last, const PyTensor& input, const PyTensor& weight,

@@ -514,8 +514,13 @@ def _device_properties(device: torch.device) -> _C.DeviceProperties:
     )
 
 
+def _reads_channels_last(input: Tensor) -> bool:
+    """Whether the global pools' kernels read the input as (N, *spatial, C); of any rank, unlike a memory format."""
+    return not input.is_contiguous() and input.movedim(1, -1).is_contiguous()
+
+
 def _plan_global_avg_pool(device: _C.DeviceProperties, input: Tensor) -> _C.Plan:
-    return _C.plan_global_avg_pool(device, _info(input))
+    return _C.plan_global_avg_pool(device, _reads_channels_last(input), _info(input))
 
 
 def _plan_global(op: str, logsumexp: bool) -> Callable[..., _C.Plan]:
@@ -536,6 +541,7 @@ def _plan_global(op: str, logsumexp: bool) -> Callable[..., _C.Plan]:
     ) -> _C.Plan:
         return _C.plan_conv_transpose_global_avg_pool(
             device,
+            _reads_channels_last(input),
             op,
             logsumexp,
             *map(_info, (input, weight, bias)),

@@ -71,6 +71,56 @@ def test_global_avg_pool_boundaries(
     check(G, x, against_eager=False)
 
 
+def channels_last(input: Tensor) -> Tensor:
+    return LAYOUTS["channels_last"](input)
+
+
+COLUMN, COLUMNS = ["column_sums"], ["column_sums", "finish_mean"]
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize(
+    ("shape", "dtype", "launched"),
+    [
+        ((2, 2, 2), f32, COLUMN),
+        ((3, 3, 7, 7), f32, COLUMN),  # one channel a load
+        ((2, 4, 7, 7), f32, COLUMN),  # four
+        ((2, 5, 7, 7), f32, COLUMN),
+        ((2, 7, 7, 7), f16, COLUMN),
+        ((2, 8, 7, 7), f16, COLUMN),
+        ((2, 9, 3, 3, 3), bf16, COLUMN),
+        ((2, 2, 5, 5), f64, COLUMN),
+        ((1, 33, 11), f64, COLUMN),
+        ((2, 127, 5, 5), f32, COLUMN),  # 128 loads of one channel side by side
+        ((2, 129, 5, 5), f32, COLUMN),
+        ((2, 256, 3, 3), f32, COLUMN),  # 64 of four
+        ((2, 260, 3, 3), f32, COLUMN),
+        ((2, 1001, 2, 2), bf16, COLUMN),
+        ((1, 128, 256), f32, COLUMN),  # from 32 loads a thread on, narrower blocks
+        ((1, 128, 257), f32, COLUMN),
+        ((1, 128, 1024), f32, COLUMN),  # from 64 on, several blocks a plane
+        ((1, 128, 1025), f32, COLUMNS),
+        ((1, 3, 85, 64), f32, COLUMN),
+        ((1, 3, 5441), f32, COLUMNS),
+        ((2, 136, 23, 23), bf16, COLUMN),
+        ((2, 16, 8192), f16, COLUMN),
+        ((2, 16, 8193), f16, COLUMNS),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("offset", [0, 1])
+def test_channels_last_boundaries(
+    inputs: Inputs, shape: tuple[int, ...], dtype: torch.dtype, launched: list[str], offset: int
+) -> None:
+    x = inputs.input(*shape, dtype=dtype)
+    x = LAYOUTS["offset 1"](x.movedim(1, -1)).movedim(-1, 1) if offset else channels_last(x)
+    assert kernels(G, x) == launched
+    means = check(G, x, against_eager=False)
+    # A sample's bits depend on neither its batch nor its address.
+    alone = [global_avg_pool(channels_last(x[i : i + 1])) for i in range(shape[0])]
+    assert torch.equal(torch.cat(alone), means)
+
+
 WHOLE, TILES = ["whole_sample"], ["tile_sums", "finish"]
 CHUNKED, BOXES = ["chunk_sums", "finish"], ["box_sums", "finish"]
 
@@ -98,8 +148,16 @@ CHUNKED, BOXES = ["chunk_sums", "finish"], ["box_sums", "finish"]
         ((1, 65, 23, 23), (128, 3), {}, f64, CHUNKED),
         ((1, 4, 8200), (129, 2), {"groups": 2}, f16, CHUNKED),
         ((2, 3, 4, 4), (2, 3, 3), {"padding": 1}, f32, BOXES),
+        ((1, 9, 32, 32), (3, 3, 3), {"padding": 1}, f32, BOXES),  # 4096 bytes: one warp, and 8 planes a block
+        ((1, 9, 32, 33), (3, 3, 3), {"padding": 1}, f32, BOXES),
         ((1, 2, 128, 128), (33, 3, 3), {"padding": 1}, f32, BOXES),  # 65536 bytes: one chunk a plane
         ((1, 2, 129, 128), (3, 3, 3), {"padding": 1}, f32, BOXES),
+        ((1, 2, 65, 127), (3, 3, 3), {"padding": 1}, f32, BOXES),  # rows that are no whole loads
+        ((1, 2, 20, 1024), (3, 3, 3), {"padding": 1}, f32, BOXES),  # a row for all threads of a block
+        ((1, 2, 20, 1028), (3, 3, 3), {"padding": 1}, f32, BOXES),
+        ((1, 2, 3, 4100), (3, 3, 3), {"padding": 1}, f32, BOXES),
+        ((2, 2, 5, 257), (3, 3, 3), {"padding": 1}, f64, BOXES),
+        ((2, 2, 20, 72), (3, 5, 5), {"padding": 4}, bf16, BOXES),
         ((1, 4, 3, 31, 33), (3, 3, 3, 3), {"padding": 1, "groups": 2, "stride": 2}, f16, BOXES),
         ((1, 1, 16390), (2, 5), {"padding": 3, "dilation": 2}, f64, BOXES),
     ],
@@ -121,6 +179,43 @@ def test_chain_boundaries(
     assert kernels(A, x, w, bias, **kwargs) == launched
     check(A0, x, w, bias, **kwargs, scale=bias, against_eager=False)
     check(A, x, w, bias, **kwargs, shift=bias, out_scale=10.0, against_eager=False)
+
+
+COLUMN_CHAIN = ["column_sums", "finish"]
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize(
+    ("shape", "weight", "kwargs", "dtype", "launched"),
+    [
+        ((2, 3, 5), (2, 3), {}, f32, WHOLE),
+        ((2, 600, 3), (5, 3), {}, f32, WHOLE),  # 512 channels at a time
+        ((2, 32, 3, 3), (128, 2, 2), {}, f32, COLUMN_CHAIN),
+        ((2, 33, 23, 23), (3, 3, 3), {}, f32, COLUMN_CHAIN),
+        ((2, 36, 23, 23), (3, 3, 3), {"groups": 2, "stride": 2}, f32, COLUMN_CHAIN),
+        ((1, 64, 1025), (3, 3), {}, f32, COLUMN_CHAIN),
+        ((2, 66, 23, 23), (130, 3, 3), {"dilation": 2}, f16, COLUMN_CHAIN),
+        ((2, 72, 5, 13, 17), (3, 3, 3, 3), {"stride": 2}, bf16, COLUMN_CHAIN),
+        ((1, 34, 23, 23), (3, 3, 3), {}, f64, COLUMN_CHAIN),
+    ],
+    ids=str,
+)
+def test_channels_last_chains(
+    inputs: Inputs,
+    shape: tuple[int, ...],
+    weight: tuple[int, ...],
+    kwargs: dict[str, int],
+    dtype: torch.dtype,
+    launched: list[str],
+    padding: int,
+) -> None:
+    x = channels_last(inputs.input(*shape, dtype=dtype))
+    w = inputs.weight(shape[1], *weight, *[1] * (len(shape) - 1 - len(weight)), dtype=dtype)
+    bias = inputs.channels(weight[0] * kwargs.get("groups", 1), dtype=dtype)
+    assert kernels(A, x, w, bias, **kwargs, padding=padding) == (COLUMN_CHAIN if padding else launched)
+    check(A0, x, w, bias, **kwargs, padding=padding, scale=bias, against_eager=False)
+    check(A, x, w, bias, **kwargs, padding=padding, shift=bias, out_scale=10.0, against_eager=False)
 
 
 # ---- values --------------------------------------------------------------------------------------------------------

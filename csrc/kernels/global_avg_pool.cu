@@ -6,8 +6,11 @@
 //     S: sum of the input over region r, U: sum of the weight's taps that meet region r. With padding 0 there is one
 //     region, the whole plane.
 //
-// Bytes: the input once, and 8 for each partial sum, of which there is one per 32 KB or per plane. On H200 the kernel that
-// reads large planes takes 1.01 times as long as a pure read.
+// Contiguous and channels_last inputs are read in place. Bytes: the input once, and 8 for each partial sum, of which there
+// is one per plane, or one per 32 KB of a large one (channels_last: one per channel and 32 loads of a thread). On H200 the
+// kernels that read large planes take 1.01 to 1.03 times as long as a pure read.
+#include <cuda_pipeline.h>
+
 #include "global_avg_pool.h"
 #include "global_avg_pool_plan.h"
 #include "launch.cuh"
@@ -33,27 +36,90 @@ struct Mean {
 
 // One dimension cut into the segments in which the same taps apply.
 struct SegmentedDim {
-  int64_t size = 1;
+  int64_t size = 1, kernel = 1;
   int count = 1;
-  int64_t begin[kMaxSegments] = {0};
-  int64_t end[kMaxSegments] = {1};
-  ConvDim conv;
+  Range cells[kMaxSegments] = {{0, 1}};
+  Range taps[kMaxSegments] = {{0, 1}};
 };
 // A plane cut into boxes; leading dimensions of size 1 where there are fewer than three.
 struct Regions {
   SegmentedDim dims[kMaxSpatialDims];
-  __host__ __device__ int64_t count() const {
-    return static_cast<int64_t>(dims[0].count) * dims[1].count * dims[2].count;
+
+  __host__ __device__ int count() const { return dims[0].count * dims[1].count * dims[2].count; }
+  // The segment of each dimension that makes up a region.
+  __device__ void segments(int region, int (&segment)[kMaxSpatialDims]) const {
+    segment[2] = region % dims[2].count;
+    segment[1] = region / dims[2].count % dims[1].count;
+    segment[0] = region / dims[2].count / dims[1].count;
   }
 };
 
+// Walks the cells of a box from cell `first` on in steps of `step` cells, without a division per cell. `size1` and `size2`
+// are the box's inner sizes, the strides the distances in memory along its three dimensions.
+class BoxWalk {
+ public:
+  __device__ BoxWalk(int64_t first, int64_t step, int64_t size1, int64_t size2, int64_t stride0, int64_t stride1,
+                     int64_t stride2)
+      : size1_(size1),
+        size2_(size2),
+        step1_(step / size2 % size1),
+        step2_(step % size2),
+        i1_(first / size2 % size1),
+        i2_(first % size2),
+        step_offset_(step / size2 / size1 * stride0 + step1_ * stride1 + step2_ * stride2),
+        carry1_(stride0 - size1 * stride1),
+        carry2_(stride1 - size2 * stride2),
+        offset_(first / size2 / size1 * stride0 + i1_ * stride1 + i2_ * stride2) {}
+  __device__ int64_t offset() const { return offset_; }
+  __device__ int64_t innermost() const { return i2_; }
+  __device__ void advance() {
+    offset_ += step_offset_;
+    i1_ += step1_;
+    i2_ += step2_;
+    if (i2_ >= size2_) {
+      i2_ -= size2_;
+      ++i1_;
+      offset_ += carry2_;
+    }
+    if (i1_ >= size1_) {
+      i1_ -= size1_;
+      offset_ += carry1_;
+    }
+  }
+
+ private:
+  int64_t size1_, size2_, step1_, step2_, i1_, i2_, step_offset_, carry1_, carry2_, offset_;
+};
+// The same for cells that lie evenly in memory.
+class LineWalk {
+ public:
+  __device__ LineWalk(int64_t first, int64_t step, int64_t stride) : step_(step * stride), offset_(first * stride) {}
+  __device__ int64_t offset() const { return offset_; }
+  __device__ void advance() { offset_ += step_; }
+
+ private:
+  int64_t step_, offset_;
+};
+
+// The part of n items that falls to one of `parts`. Unlike ceil_div, it divides nothing negative: only non-negative 64-bit
+// numbers that fit 32 bits divide fast.
+__device__ inline Range share(int64_t n, int64_t part, int64_t parts) {
+  const int64_t size = parts == 1 ? n : (n + parts - 1) / parts;
+  return {min(part * size, n), min((part + 1) * size, n)};
+}
+
+// How many of n items, a number that fits 32 bits, row `row` of `rows` takes if they take turns.
+__device__ inline int rows_share(int64_t n, int row, int rows) {
+  return static_cast<int>((static_cast<unsigned>(n) + rows - 1 - row) / static_cast<unsigned>(rows));
+}
+
 // The weight summed over the taps that meet each region: U[ci, r, j], j the output channel within its group. The first
-// `blocks` blocks of a summing kernel do this, beside the others.
+// `blocks` blocks of a summing kernel do this, beside the others; none where there is no weight.
 template <class T>
 struct TapSums {
-  const T* weight;  // (C_in, C_out/groups, taps)
-  double* sums;     // (C_in, regions, C_out/groups)
-  int64_t blocks, pairs, per_group, taps;
+  const T* weight = nullptr;  // (C_in, C_out/groups, taps)
+  double* sums = nullptr;     // (C_in, regions, C_out/groups)
+  int64_t blocks = 0, pairs = 0, per_group = 0, taps = 0;
 
   __device__ double all_taps(int64_t pair, int lane, int lanes) const {
     constexpr int kAhead = 9;  // a 3 x 3 kernel at once
@@ -68,18 +134,26 @@ struct TapSums {
     }
     return sum;
   }
-  __device__ double region_taps(int64_t pair, int64_t region, const Regions& regions) const {
+  __device__ double region_taps(int64_t pair, int region, const Regions& regions) const {
+    constexpr int kAhead = 9;
+    int segment[kMaxSpatialDims];
+    regions.segments(region, segment);
     const auto& [dim0, dim1, dim2] = regions.dims;
-    // All cells of a segment meet the same taps, so its first one stands for it.
-    const Range i = input_tap_range(dim0.conv, dim0.begin[region / dim2.count / dim1.count]);
-    const Range j = input_tap_range(dim1.conv, dim1.begin[region / dim2.count % dim1.count]);
-    const Range k = input_tap_range(dim2.conv, dim2.begin[region % dim2.count]);
+    const Range range0 = dim0.taps[segment[0]], range1 = dim1.taps[segment[1]], range2 = dim2.taps[segment[2]];
+    const int64_t count = range0.size() * range1.size() * range2.size();
+    const T* first = weight + pair * taps + (range0.begin * dim1.kernel + range1.begin) * dim2.kernel + range2.begin;
+    BoxWalk walk(0, 1, range1.size(), range2.size(), dim1.kernel * dim2.kernel, dim2.kernel, 1);
     double sum = 0;
-    for (int64_t a = i.begin; a < i.end; ++a)
-      for (int64_t b = j.begin; b < j.end; ++b)
-        for (int64_t c = k.begin; c < k.end; ++c)
-          sum += static_cast<double>(
-              to_accumulator(weight[pair * taps + (a * dim1.conv.kernel + b) * dim2.conv.kernel + c]));
+    for (int64_t i = 0; i < count; i += kAhead) {
+      Accumulator<T> loaded[kAhead];
+#pragma unroll
+      for (int u = 0; u < kAhead; ++u) {
+        loaded[u] = i + u < count ? to_accumulator(first[walk.offset()]) : 0;
+        walk.advance();
+      }
+#pragma unroll
+      for (int u = 0; u < kAhead; ++u) sum += static_cast<double>(loaded[u]);
+    }
     return sum;
   }
 
@@ -93,19 +167,13 @@ struct TapSums {
     }
   }
   __device__ void run(const Regions& regions) const {
-    const int64_t count = regions.count();
+    const int count = regions.count();
     for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < pairs * count;
          i += blocks * blockDim.x) {
-      const int64_t j = i % per_group, region = i / per_group % count, ci = i / per_group / count;
-      sums[i] = region_taps(ci * per_group + j, region, regions);
+      const int64_t j = i % per_group, ci = i / per_group / count;
+      sums[i] = region_taps(ci * per_group + j, static_cast<int>(i / per_group % count), regions);
     }
   }
-};
-// global_avg_pool has no weight.
-struct NoTaps {
-  static constexpr int64_t blocks = 0;
-  __device__ bool is_mine() const { return false; }
-  __device__ void run() const {}
 };
 
 template <class T>
@@ -138,6 +206,8 @@ __device__ double strided_sum(const T* x, int64_t n, int lane, int lanes) {
   for (int64_t base = static_cast<int64_t>(lane) * kSize; base < n; base += step * kLoads) {
     Acc sums[kLoads];
     if (whole_vectors) {
+      // Not by unpack: with that, the compiler moves the last load of bfloat16 behind the sum of the others, and 103 per cent
+      // of a pure read's time become 107.
       Vector<T> loaded[kLoads];
 #pragma unroll
       for (int u = 0; u < kLoads; ++u)
@@ -163,11 +233,11 @@ __device__ double strided_sum(const T* x, int64_t n, int lane, int lanes) {
 }
 
 // `warps` warps per chunk of a plane, 1 to kMaxWarps; a block holds as many chunks as fit.
-template <class T, class Store, class Taps>
+template <class T, class Store>
 __global__ void __launch_bounds__(kMaxWarps * 32, kChunkBlocks<T>)
     chunk_sums(const T* __restrict__ input,  // (planes, plane)
                int64_t planes, int64_t plane, int64_t chunks, int64_t chunk_elements, int warps, Store store,
-               Taps taps) {
+               TapSums<T> taps) {
   allow_next_launch();
   if (taps.is_mine()) return taps.run();
   const int64_t block = blockIdx.x - taps.blocks;
@@ -196,11 +266,12 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kChunkBlocks<T>)
   }
 }
 
-// Small planes: a block copies a tile of whole planes into shared memory, 16 bytes at a time, and `lanes` lanes sum each.
-template <class T, class Store, class Taps>
+// Small planes: a block copies a tile of whole planes into shared memory, all of it in flight at once, and `lanes` lanes sum
+// each plane.
+template <class T, class Store>
 __global__ void __launch_bounds__(kTileThreads)
     tile_sums(const T* __restrict__ input,  // (planes, plane)
-              int64_t planes, int plane, int tile_planes, int lanes, Store store, Taps taps) {
+              int64_t planes, int plane, int tile_planes, int lanes, Store store, TapSums<T> taps) {
   // In float32, the error of sums this short would exceed that of torch.mean.
   using Sum = std::conditional_t<sizeof(T) == 2, float, double>;
   extern __shared__ __align__(16) unsigned char staged[];
@@ -216,12 +287,13 @@ __global__ void __launch_bounds__(kTileThreads)
   constexpr int kSize = Vector<T>::kSize;
   const Vector<T>* vectors = reinterpret_cast<const Vector<T>*>(source - skew);
   const int begin_full = skew ? 1 : 0, end_full = end / kSize;
-#pragma unroll 4
   for (int v = begin_full + threadIdx.x; v < end_full; v += kTileThreads)
-    reinterpret_cast<Vector<T>*>(staged)[v] = load_streaming(vectors + v);
+    __pipeline_memcpy_async(reinterpret_cast<Vector<T>*>(staged) + v, vectors + v, sizeof(Vector<T>));
+  __pipeline_commit();
   const int head_end = min(begin_full * kSize, end), tail_begin = max(end_full, begin_full) * kSize;
   for (int i = skew + threadIdx.x; i < head_end; i += kTileThreads) tile[i] = source[i - skew];
   for (int i = tail_begin + threadIdx.x; i < end; i += kTileThreads) tile[i] = source[i - skew];
+  __pipeline_wait_prior(0);
   __syncthreads();
 
   const int lane = threadIdx.x % lanes;
@@ -242,78 +314,288 @@ __global__ void __launch_bounds__(kTileThreads)
   }
 }
 
-// Sums of the boxes of a plane: per chunk of rows, and per region, so that cells of different regions never meet in a sum.
-template <class T>
-__global__ void __launch_bounds__(kBoxThreads)
+// The sum of `loads` loads of kWidth cells, which the walk goes through; bit q of `inside`: cell q of each load counts.
+template <class T, int kWidth, class Walk>
+__device__ double masked_sum(const T* x, bool aligned, Walk walk, int loads, unsigned inside) {
+  using Acc = Accumulator<T>;
+  constexpr int kLoads = kBoxLoads;
+  double total = 0;
+  for (; loads > 0; loads -= kLoads) {
+    Acc sums[kLoads];
+    if (aligned) {
+      uint4 loaded[kLoads];
+#pragma unroll
+      for (int u = 0; u < kLoads; ++u) {
+        loaded[u] = u < loads ? load_streaming_bits(x + walk.offset()) : uint4{};
+        walk.advance();
+      }
+#pragma unroll
+      for (int u = 0; u < kLoads; ++u) {
+        Acc values[Vector<T>::kSize];
+        unpack<T>(loaded[u], values);
+#pragma unroll
+        for (int q = 0; q < Vector<T>::kSize; ++q)
+          if (!(inside >> q & 1)) values[q] = 0;
+        sums[u] = tree_sum(values);
+      }
+    } else {
+#pragma unroll
+      for (int u = 0; u < kLoads; ++u) {
+        Acc values[kWidth];
+#pragma unroll
+        for (int q = 0; q < kWidth; ++q)
+          values[q] = u < loads && inside >> q & 1 ? to_accumulator(x[walk.offset() + q]) : Acc(0);
+        sums[u] = tree_sum(values);
+        walk.advance();
+      }
+    }
+    total += static_cast<double>(tree_sum(sums));
+  }
+  return total;
+}
+
+// Sums of the boxes of a plane, so that cells of different regions never meet in a sum. `warps` warps take one of `chunks`
+// shares of every region's rows; a share that one warp can load at once is left to one warp, the others go on meanwhile.
+// kWidth neighbouring cells of a row are loaded together; those outside the box are left out.
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kMaxWarps * 32, kBoxBlocks)
     box_sums(const T* __restrict__ input,  // (planes, D0, D1, D2)
-             int64_t chunks, int64_t chunk_rows, const __grid_constant__ Regions regions, PartialSum store,
+             int64_t planes, int64_t chunks, int warps, const __grid_constant__ Regions regions, PartialSum store,
              TapSums<T> taps) {
   allow_next_launch();
   if (taps.is_mine()) return taps.run(regions);
-  __shared__ double warp_sums[kBoxThreads / 32];
+  __shared__ double warp_sums[kMaxWarps];
   const auto& [dim0, dim1, dim2] = regions.dims;
-  const int64_t block = blockIdx.x - taps.blocks, plane_index = block / chunks, chunk = block % chunks;
-  const int64_t plane_rows = dim0.size * dim1.size;
-  const int64_t first_row = chunk * chunk_rows, last_row = min(first_row + chunk_rows, plane_rows);
-  const T* plane = input + plane_index * plane_rows * dim2.size;
-  const int count = dim0.count * dim1.count * dim2.count;
-  for (int region = 0; region < count; ++region) {
-    const int r2 = region % dim2.count, r1 = region / dim2.count % dim1.count, r0 = region / dim2.count / dim1.count;
-    const int64_t width = dim2.end[r2] - dim2.begin[r2];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, per_block = blockDim.x / 32 / warps;
+  const int64_t item = (blockIdx.x - taps.blocks) * per_block + warp / warps;
+  const bool is_item = item < planes * chunks;
+  const int64_t plane_index = is_item ? item / chunks : 0, chunk = is_item ? item % chunks : 0;
+  const T* plane = input + plane_index * dim0.size * dim1.size * dim2.size;
+  const bool aligned = kWidth > 1 && is_vector_aligned(plane);
+  for (int region = 0; region < regions.count(); ++region) {
+    int segment[kMaxSpatialDims];
+    regions.segments(region, segment);
+    const Range range0 = dim0.cells[segment[0]], range1 = dim1.cells[segment[1]];
+    const auto [begin, end] = dim2.cells[segment[2]];
+    const int64_t first_column = begin / kWidth * kWidth, row_units = (end - first_column + kWidth - 1) / kWidth;
+    const int64_t region_rows = range0.size() * range1.size();
+    const bool alone = region_rows * row_units <= 32 * kBoxLoads * chunks;
+    const int threads = alone ? 32 : warps * 32, thread = threadIdx.x % threads;
+    const bool takes_part = is_item && (!alone || warp % warps == region % warps);
     double sum = 0;
-    for (int64_t d0 = max(dim0.begin[r0], first_row / dim1.size); d0 < dim0.end[r0] && d0 * dim1.size < last_row;
-         ++d0) {
-      const int64_t begin = max(dim1.begin[r1], first_row - d0 * dim1.size);
-      const int64_t end = min(dim1.end[r1], last_row - d0 * dim1.size);
-      // Each thread walks the box in steps of the block: its row and column move on without a division.
-      const int64_t row_step = kBoxThreads / width;
-      const int column_step = static_cast<int>(kBoxThreads % width);
-      int64_t row = begin + threadIdx.x / width;
-      int64_t column = threadIdx.x % width;
-      const T* box = plane + d0 * dim1.size * dim2.size + dim2.begin[r2];
-      constexpr int kUnroll = 8;
-      while (row < end) {
-        Accumulator<T> values[kUnroll];
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-          values[u] = row < end ? to_accumulator(box[row * dim2.size + column]) : Accumulator<T>(0);
-          column += column_step;
-          row += row_step;
-          if (column >= width) {
-            column -= width;
-            ++row;
-          }
+    if (takes_part) {
+      const Range mine = share(region_rows, chunk, chunks);
+      const unsigned all = (1u << kWidth) - 1, in_first = all << (begin - first_column) & all,
+                     in_last = all >> (first_column + row_units * kWidth - end);
+      const auto inside = [&](int64_t unit) {
+        return all & (unit == 0 ? in_first : all) & (unit == row_units - 1 ? in_last : all);
+      };
+      const T* box = plane + (range0.begin * dim1.size + range1.begin) * dim2.size + first_column;
+      const auto row_at = [&](int64_t row) {
+        return box + (row / range1.size() * dim1.size + row % range1.size()) * dim2.size;
+      };
+      if (row_units <= threads) {
+        // Each thread keeps to its place in a row.
+        const int columns = static_cast<int>(row_units), rows = threads / columns, row = thread / columns;
+        const int64_t column = thread % columns;
+        const int loads = row < rows ? rows_share(mine.size(), row, rows) : 0;
+        if (range0.size() == 1)
+          sum = masked_sum<T, kWidth>(box + column * kWidth, aligned, LineWalk(mine.begin + row, rows, dim2.size),
+                                      loads, inside(column));
+        else
+          sum = masked_sum<T, kWidth>(
+              box + column * kWidth, aligned,
+              BoxWalk(mine.begin + row, rows, range0.size(), range1.size(), 0, dim1.size * dim2.size, dim2.size), loads,
+              inside(column));
+      } else {
+        for (int64_t row = mine.begin; row < mine.end; ++row) {
+          // All but the first and last loads of a row are inside.
+          sum += masked_sum<T, kWidth>(row_at(row) + kWidth, aligned, LineWalk(thread, threads, kWidth),
+                                       rows_share(row_units - 2, thread, threads), all);
+          const int64_t edge = thread == 0 ? 0 : row_units - 1;
+          if (thread < 2)
+            sum += masked_sum<T, kWidth>(row_at(row) + edge * kWidth, aligned, LineWalk(0, 0, 0), 1, inside(edge));
         }
-        sum += static_cast<double>(tree_sum(values));
+      }
+      sum = warp_sum(sum);
+    }
+    const int64_t index = (plane_index * regions.count() + region) * chunks + chunk;
+    if (alone) {
+      if (takes_part && lane == 0) store(index, sum);
+      continue;
+    }
+    if (lane == 0) warp_sums[warp] = sum;
+    __syncthreads();
+    if (is_item && threadIdx.x % (warps * 32) == 0) {
+      sum = 0;
+      for (int w = 0; w < warps; ++w) sum += warp_sums[warp + w];
+      store(index, sum);
+    }
+    __syncthreads();
+  }
+}
+
+// ---- Sums of planes, channels last -------------------------------------------------------------------------------
+
+// Adds up kWidth neighbouring channels over `cells` cells, which the walk goes through. Each channel's loads add up pairwise
+// and their sums in float64, as above.
+template <class T, int kWidth, class Walk>
+__device__ void cell_sums(const T* x, Walk walk, int cells, double (&sums)[kWidth]) {
+  using Acc = Accumulator<T>;
+  constexpr int kLoads = kWidth > 1 ? kCellLoads : kScalarCellLoads;
+  const bool aligned = kWidth > 1 && is_vector_aligned(x);
+  for (; cells > 0; cells -= kLoads) {
+    if (aligned) {
+      if constexpr (kWidth > 1) {
+        uint4 loaded[kLoads];
+#pragma unroll
+        for (int u = 0; u < kLoads; ++u) {
+          loaded[u] = u < cells ? load_streaming_bits(x + walk.offset()) : uint4{};
+          walk.advance();
+        }
+        // By halves, since all values at once would take too many registers.
+        constexpr int kHalf = kWidth / 2;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          Acc values[kHalf][kLoads];
+#pragma unroll
+          for (int u = 0; u < kLoads; ++u) {
+            Acc unpacked[kHalf];
+            unpack<T>(half ? uint2{loaded[u].z, loaded[u].w} : uint2{loaded[u].x, loaded[u].y}, unpacked);
+#pragma unroll
+            for (int q = 0; q < kHalf; ++q) values[q][u] = unpacked[q];
+          }
+#pragma unroll
+          for (int q = 0; q < kHalf; ++q) sums[half * kHalf + q] += static_cast<double>(tree_sum(values[q]));
+        }
+      }
+    } else {
+      const Walk from = walk;
+#pragma unroll
+      for (int q = 0; q < kWidth; ++q) {
+        walk = from;
+        Acc values[kLoads];
+#pragma unroll
+        for (int u = 0; u < kLoads; ++u) {
+          values[u] = u < cells ? to_accumulator(x[walk.offset() + q]) : Acc(0);
+          walk.advance();
+        }
+        sums[q] += static_cast<double>(tree_sum(values));
       }
     }
-    sum = warp_sum(sum);
-    if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = sum;
-    __syncthreads();
-    if (threadIdx.x < 32) {
-      sum = warp_sum(threadIdx.x < kBoxThreads / 32 ? warp_sums[threadIdx.x] : 0.0);
-      if (threadIdx.x == 0) store((plane_index * count + region) * chunks + chunk, sum);
+  }
+}
+
+// The sums of all rows of threads, pairwise, in row 0; thread (row, column) is number row * columns + column. The caller
+// keeps a barrier between two calls.
+template <int kWidth, int kThreads>
+__device__ void add_rows(double (&sums)[kWidth], double (&shared)[kWidth][kThreads], int row, int rows, int columns) {
+  for (int count = rows; count > 1;) {
+    const int half = (count + 1) / 2;
+    if (row >= half && row < count) {
+#pragma unroll
+      for (int q = 0; q < kWidth; ++q) shared[q][threadIdx.x] = sums[q];
     }
     __syncthreads();
+    if (row + half < count) {
+#pragma unroll
+      for (int q = 0; q < kWidth; ++q) sums[q] += shared[q][threadIdx.x + half * columns];
+    }
+    count = half;
+  }
+}
+
+// What a channel is summed over: the whole plane, or each of its regions.
+struct WholePlane {
+  int64_t size;
+  __device__ int count() const { return 1; }
+  __device__ int64_t cells(int) const { return size; }
+  __device__ int64_t begin(int) const { return 0; }
+  __device__ LineWalk walk(int, int64_t first, int64_t step, int64_t channels) const { return {first, step, channels}; }
+  template <class T>
+  __device__ void run(const TapSums<T>& taps) const {
+    taps.run();
+  }
+};
+struct PlaneRegions {
+  Regions regions;
+  __device__ int count() const { return regions.count(); }
+  __device__ Range range(int d, int region) const {
+    int segment[kMaxSpatialDims];
+    regions.segments(region, segment);
+    return regions.dims[d].cells[segment[d]];
+  }
+  __device__ int64_t cells(int region) const {
+    return range(0, region).size() * range(1, region).size() * range(2, region).size();
+  }
+  __device__ int64_t begin(int region) const {
+    return (range(0, region).begin * regions.dims[1].size + range(1, region).begin) * regions.dims[2].size +
+           range(2, region).begin;
+  }
+  __device__ BoxWalk walk(int region, int64_t first, int64_t step, int64_t channels) const {
+    const int64_t row = regions.dims[2].size * channels;
+    return {first, step, range(1, region).size(), range(2, region).size(), regions.dims[1].size * row, row, channels};
+  }
+  template <class T>
+  __device__ void run(const TapSums<T>& taps) const {
+    taps.run(regions);
+  }
+};
+
+// A block takes `columns` times kWidth neighbouring channels of one of `chunks` shares of a plane's cells: its threads are
+// rows of `columns`, which lie side by side in memory, and each row takes a cell at a time.
+template <class T, int kWidth, class Cells, class Store>
+__global__ void __launch_bounds__(kColumnThreads, kColumnBlocks)
+    column_sums(const T* __restrict__ input,  // (N, plane, C)
+                int64_t channels, int64_t plane, unsigned chunks, int columns, unsigned channel_blocks,
+                const __grid_constant__ Cells cells, Store store, TapSums<T> taps) {
+  allow_next_launch();
+  if (taps.is_mine()) return cells.run(taps);
+  __shared__ double shared[kWidth][kColumnThreads];
+  const unsigned block = blockIdx.x - static_cast<unsigned>(taps.blocks);
+  const unsigned chunk = block / channel_blocks % chunks;
+  const int64_t sample = block / channel_blocks / chunks;
+  const int rows = kColumnThreads / columns, row = threadIdx.x / columns;
+  const int64_t channel = (static_cast<int64_t>(block % channel_blocks) * columns + threadIdx.x % columns) * kWidth;
+  const bool is_column = row < rows && channel < channels;
+  for (int region = 0; region < cells.count(); ++region) {
+    if (region > 0) __syncthreads();
+    const Range mine = share(cells.cells(region), chunk, chunks);
+    const int row_cells = rows_share(mine.size(), row, rows);
+    double sums[kWidth] = {};
+    if (is_column)
+      cell_sums<T, kWidth>(input + (sample * plane + cells.begin(region)) * channels + channel,
+                           cells.walk(region, mine.begin + row, rows, channels), row_cells, sums);
+    add_rows(sums, shared, row, rows, columns);
+    if (is_column && row == 0) {
+#pragma unroll
+      for (int q = 0; q < kWidth; ++q)
+        store(((sample * channels + channel + q) * cells.count() + region) * chunks + chunk, sums[q]);
+    }
   }
 }
 
 // ---- Finishing ---------------------------------------------------------------------------------------------------
 
 __device__ double sum_of_chunks(const double* sums, int64_t chunks, int lane, int width) {
+  constexpr int kAhead = kChunksAhead;
   double sum = 0;
-  for (int64_t i = lane; i < chunks; i += width) sum += sums[i];
+  for (int64_t first = lane; first < chunks; first += kAhead * width) {
+    double loaded[kAhead];
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) loaded[u] = first + u * width < chunks ? sums[first + u * width] : 0.0;
+    sum += tree_sum(loaded);
+  }
   return group_sum(sum, width);
 }
 
 template <class T>
 __global__ void finish_mean(const double* __restrict__ sums,  // (planes, chunks)
-                            int64_t planes, int64_t chunks, Mean<T> store) {
+                            int64_t planes, int64_t chunks, int lanes, Mean<T> store) {
   wait_for_previous_launch();
-  const int64_t plane = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
-  if (plane >= planes) return;
-  const double sum = sum_of_chunks(sums + plane * chunks, chunks, threadIdx.x % 32, 32);
-  if (threadIdx.x % 32 == 0) store(plane, sum);
+  const int64_t plane = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / lanes;
+  const double sum = sum_of_chunks(sums + plane * chunks, plane < planes ? chunks : 0, threadIdx.x % lanes, lanes);
+  if (threadIdx.x % lanes == 0 && plane < planes) store(plane, sum);
 }
 
 // log(sum of exp) seen so far: maximum + log(sum). A NaN lives in the sum, since a maximum would lose it.
@@ -322,19 +604,27 @@ struct RunningLogSumExp {
   double maximum = -INFINITY;
   double sum = 0;
 
-  __device__ void add(double maximum2, double sum2) {
-    const double larger = fmax(maximum, maximum2);
-    // Equal maxima have factor 1 by definition, which keeps infinities from meeting themselves.
-    const double mine = maximum == larger ? sum : sum * static_cast<double>(exp(Acc(maximum - larger)));
-    const double other = maximum2 == larger ? sum2 : sum2 * static_cast<double>(exp(Acc(maximum2 - larger)));
+  // Equal maxima have factor 1 by definition, which keeps infinities from meeting themselves.
+  __device__ void rescale(double larger) {
+    if (maximum != larger) sum *= static_cast<double>(exp(Acc(maximum - larger)));
     maximum = larger;
-    sum = mine + other;
   }
-  __device__ void add(double x) { x != x ? add(-INFINITY, x) : add(x, x == -INFINITY ? 0.0 : 1.0); }
+  __device__ void add(double x) {
+    const bool is_nan = x != x;
+    rescale(fmax(maximum, x));
+    if (is_nan)
+      sum = x;
+    else if (x != -INFINITY)
+      sum += x == maximum ? 1.0 : static_cast<double>(exp(Acc(x - maximum)));
+  }
+  template <int kLanes>
   __device__ void add_lanes() {
+    double larger = maximum;
 #pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2)
-      add(__shfl_xor_sync(0xffffffffu, maximum, offset), __shfl_xor_sync(0xffffffffu, sum, offset));
+    for (int offset = kLanes / 2; offset > 0; offset /= 2)
+      larger = fmax(larger, __shfl_xor_sync(0xffffffffu, larger, offset));
+    rescale(larger);
+    sum = group_sum(sum, kLanes);
   }
   __device__ double value() const { return maximum + static_cast<double>(log(Acc(sum))); }
 };
@@ -343,7 +633,10 @@ struct RunningLogSumExp {
 template <class T>
 struct Channels {
   int64_t in_channels, out_channels, groups, regions;
-  double output_size;  // elements of the transposed convolution's output plane
+  int64_t per_group;     // output channels
+  int64_t group_blocks;  // blocks of kColumns output channels per group
+  int64_t depth;         // input channels per group, times regions
+  double output_size;    // elements of the transposed convolution's output plane
   ChannelParam bias, scale, shift;
   double out_scale;
   T* output;  // (N, C_out), or (N, 1) with logsumexp
@@ -352,14 +645,17 @@ struct Channels {
     return param.data ? static_cast<double>(to_accumulator(static_cast<const T*>(param.data)[c * param.stride]))
                       : param.value;
   }
-  __device__ double affine(double sum, int64_t c) const {
-    return (sum / output_size + load(bias, c)) * load(scale, c) + load(shift, c);
-  }
+  struct Affine {
+    double bias = 0, scale = 1, shift = 0;
+    __device__ double operator()(double mean) const { return (mean + bias) * scale + shift; }
+  };
+  __device__ Affine affine(int64_t c) const { return {load(bias, c), load(scale, c), load(shift, c)}; }
 };
 
 // The whole block turns the plane sums of one sample into its output. Its threads are kColumns output channels times
 // kSlices slices of the depth, which runs over input channels and regions: weight_at(k, j) gives U, fill(k, count, sums)
-// puts plane sums into shared memory. The first weights are asked for before the sums, so that both are under way at once.
+// puts plane sums into shared memory; neither is called before ready(). Everything is asked for as early as it is there,
+// the parameters before ready() and the first weights before the sums, so that all are under way at once.
 template <class T, bool kLogSumExp>
 struct SampleFinisher {
   using Acc = Accumulator<T>;
@@ -367,17 +663,19 @@ struct SampleFinisher {
   double dots[kSlices][kColumns];
   double2 warp_results[kColumns / 32];
 
-  template <class WeightAt, class Fill>
+  template <class Ready, class WeightAt, class Fill>
   __device__ void run(const Channels<T>& channels, int64_t sample, int64_t first_block, int64_t blocks,
-                      const WeightAt& weight_at, const Fill& fill) {
+                      const Ready& ready, const WeightAt& weight_at, const Fill& fill) {
     constexpr int kAhead = 16;
-    const int64_t per_group = channels.out_channels / channels.groups;
-    const int64_t blocks_per_group = ceil_div(per_group, kColumns);
-    const int64_t depth = channels.in_channels / channels.groups * channels.regions;
+    const int64_t per_group = channels.per_group, depth = channels.depth;
     const int column = threadIdx.x % kColumns, slice = threadIdx.x / kColumns;
     RunningLogSumExp<Acc> running;
     for (int64_t block = first_block; block < first_block + blocks; ++block) {
-      const int64_t group = block / blocks_per_group, j = block % blocks_per_group * kColumns + column;
+      const int64_t group = block / channels.group_blocks, j = block % channels.group_blocks * kColumns + column;
+      const int64_t channel = group * per_group + j;
+      typename Channels<T>::Affine affine;
+      if (slice == 0 && j < per_group) affine = channels.affine(channel);
+      if (block == first_block) ready();
       double dot = 0;
       for (int64_t first = 0; first < depth; first += kFinishDepth) {
         const int count = static_cast<int>(min(static_cast<int64_t>(kFinishDepth), depth - first));
@@ -405,8 +703,7 @@ struct SampleFinisher {
       if (slice == 0 && j < per_group) {
 #pragma unroll
         for (int other = 1; other < kSlices; ++other) dot += dots[other][column];
-        const int64_t channel = group * per_group + j;
-        const double value = channels.affine(dot, channel);
+        const double value = affine(dot / channels.output_size);
         if constexpr (kLogSumExp)
           running.add(value);
         else
@@ -416,30 +713,33 @@ struct SampleFinisher {
     }
     if constexpr (kLogSumExp) {
       if (slice != 0) return;
-      running.add_lanes();
+      running.template add_lanes<32>();
       if (column % 32 == 0) warp_results[column / 32] = {running.maximum, running.sum};
       asm volatile("bar.sync 1, %0;" ::"n"(kColumns) : "memory");  // the threads of slice 0
-      if (threadIdx.x == 0) {
-#pragma unroll
-        for (int warp = 1; warp < kColumns / 32; ++warp) running.add(warp_results[warp].x, warp_results[warp].y);
-        channels.output[sample] = from_double<T>(running.value() * channels.out_scale);
-      }
+      if (threadIdx.x >= 32) return;
+      const double2 result = warp_results[column % (kColumns / 32)];
+      running = {result.x, result.y};
+      running.template add_lanes<kColumns / 32>();
+      if (column == 0) channels.output[sample] = from_double<T>(running.value() * channels.out_scale);
     }
   }
 };
 
 // Behind the kernel that sums the planes: `column_blocks` blocks per sample, one where all channels meet in a logsumexp.
 template <class T, bool kLogSumExp>
-__global__ void __launch_bounds__(kFinishThreads)
+__global__ void __launch_bounds__(kFinishThreads, 2)
     finish(const double* __restrict__ plane_sums,  // (N, C_in, regions, chunks)
            const double* __restrict__ tap_sums,    // (C_in, regions, C_out/groups)
            int64_t chunks, int64_t column_blocks, const __grid_constant__ Channels<T> channels) {
   __shared__ SampleFinisher<T, kLogSumExp> finisher;
-  const int64_t sample = blockIdx.x / column_blocks, per_group = channels.out_channels / channels.groups;
+  const int64_t sample = blockIdx.x / static_cast<unsigned>(column_blocks);
   const double* sample_sums = plane_sums + sample * channels.in_channels * channels.regions * chunks;
+  // Lanes per sum: as many as there are threads for.
   int width = 1;
-  while (width < chunks && width < 32) width *= 2;
-  const auto weight_at = [&](int64_t k, int64_t j) { return tap_sums[k * per_group + j]; };
+  while (width < chunks && width < 32 &&
+         2 * width * min(channels.depth, static_cast<int64_t>(kFinishDepth)) <= kFinishThreads)
+    width *= 2;
+  const auto weight_at = [&](int64_t k, int64_t j) { return tap_sums[k * channels.per_group + j]; };
   const auto fill = [&](int64_t first, int count, double* sums) {
     for (int k = threadIdx.x / width; k < (count + 31) / 32 * 32; k += kFinishThreads / width) {
       const double sum =
@@ -447,85 +747,117 @@ __global__ void __launch_bounds__(kFinishThreads)
       if (threadIdx.x % width == 0 && k < count) sums[k] = sum;
     }
   };
-  wait_for_previous_launch();
-  const int64_t all_blocks = channels.groups * ceil_div(per_group, kColumns);
-  finisher.run(channels, sample, kLogSumExp ? 0 : blockIdx.x % column_blocks, kLogSumExp ? all_blocks : 1, weight_at,
-               fill);
+  finisher.run(channels, sample, kLogSumExp ? 0 : blockIdx.x % static_cast<unsigned>(column_blocks),
+               kLogSumExp ? channels.groups * channels.group_blocks : 1, wait_for_previous_launch, weight_at, fill);
 }
 
 // One block per sample does all of it, where a sample is small.
 template <class T, bool kLogSumExp>
-__global__ void __launch_bounds__(kFinishThreads)
-    whole_sample(const T* __restrict__ input,  // (N, C_in, plane)
-                 int64_t plane, int warps, const __grid_constant__ Channels<T> channels,
+__global__ void __launch_bounds__(kFinishThreads, 2)
+    whole_sample(const T* __restrict__ input,  // (N, C_in, plane), or (N, plane, C_in) with `channels_last`
+                 int64_t plane, bool channels_last, int warps, const __grid_constant__ Channels<T> channels,
                  const __grid_constant__ TapSums<T> taps) {
   __shared__ SampleFinisher<T, kLogSumExp> finisher;
-  __shared__ double warp_sums[kFinishThreads / 32];
+  __shared__ double shared[1][kFinishThreads];
   extern __shared__ __align__(16) double plane_sums[];   // (C_in)
   double* tap_sums = plane_sums + channels.in_channels;  // (C_in, C_out/groups)
-  // From the last thread on, since the first warps have most of the planes to read.
-  for (int64_t pair = kFinishThreads - 1 - threadIdx.x; pair < taps.pairs; pair += kFinishThreads)
-    tap_sums[pair] = taps.all_taps(pair, 0, 1);
   const int64_t sample = blockIdx.x;
   const T* x = input + sample * channels.in_channels * plane;
-  const int warp = threadIdx.x / 32, per_round = kFinishThreads / 32 / warps;
-  for (int64_t first = 0; first < channels.in_channels; first += per_round) {
-    const int64_t channel = first + warp / warps;
-    double sum = 0;
-    if (channel < channels.in_channels)
-      sum = strided_sum(x + channel * plane, plane, threadIdx.x % (warps * 32), warps * 32);
-    sum = warp_sum(sum);
-    if (threadIdx.x % 32 == 0) warp_sums[warp] = sum;
-    __syncthreads();
-    if (threadIdx.x < per_round && first + threadIdx.x < channels.in_channels) {
-      sum = 0;
-      for (int w = 0; w < warps; ++w) sum += warp_sums[threadIdx.x * warps + w];
-      plane_sums[first + threadIdx.x] = sum;
+  const auto sum_planes = [&] {
+    // `columns` planes at a time, with a row of threads for each of their parts.
+    const int columns = channels_last
+                            ? static_cast<int>(min(static_cast<int64_t>(kFinishThreads), channels.in_channels))
+                            : kFinishThreads / 32 / warps;
+    const int lanes = warps * 32, lane = threadIdx.x % lanes;
+    for (int64_t first = 0; first < channels.in_channels; first += columns) {
+      if (channels_last) {
+        const int rows = kFinishThreads / columns, row = threadIdx.x / columns;
+        const int64_t channel = first + threadIdx.x % columns;
+        double sum[1] = {};
+        if (row < rows && channel < channels.in_channels)
+          cell_sums<T, 1>(x + channel, LineWalk(row, rows, channels.in_channels), rows_share(plane, row, rows), sum);
+        add_rows(sum, shared, row, rows, columns);
+        if (row == 0 && channel < channels.in_channels) plane_sums[channel] = sum[0];
+      } else {
+        const int64_t channel = first + threadIdx.x / lanes;
+        double sum = channel < channels.in_channels ? strided_sum(x + channel * plane, plane, lane, lanes) : 0.0;
+        sum = warp_sum(sum);
+        if (threadIdx.x % 32 == 0) shared[0][threadIdx.x / 32] = sum;
+        __syncthreads();
+        if (threadIdx.x < columns && first + threadIdx.x < channels.in_channels) {
+          sum = 0;
+          for (int w = 0; w < warps; ++w) sum += shared[0][threadIdx.x * warps + w];
+          plane_sums[first + threadIdx.x] = sum;
+        }
+      }
+      __syncthreads();
     }
-    __syncthreads();
-  }
+  };
+  // From the last thread on, since the first warps have most of the planes to read.
+  const auto ready = [&] {
+    for (int64_t pair = kFinishThreads - 1 - threadIdx.x; pair < taps.pairs; pair += kFinishThreads)
+      tap_sums[pair] = taps.all_taps(pair, 0, 1);
+    sum_planes();
+  };
   const auto weight_at = [&](int64_t k, int64_t j) { return tap_sums[k * taps.per_group + j]; };
   const auto fill = [&](int64_t first, int count, double* sums) {
     for (int k = threadIdx.x; k < count; k += kFinishThreads) sums[k] = plane_sums[first + k];
   };
-  finisher.run(channels, sample, 0, channels.groups * ceil_div(taps.per_group, kColumns), weight_at, fill);
+  finisher.run(channels, sample, 0, channels.groups * channels.group_blocks, ready, weight_at, fill);
 }
 
 // ---- Host --------------------------------------------------------------------------------------------------------
 
-template <class T, class Store, class Taps>
+template <class T, class Store>
 void launch_plane_sums(const CudaContext& cuda, const GlobalPoolPlan& plan, const GlobalPoolProblem& problem,
-                       const T* input, const Store& store, const Taps& taps) {
+                       const T* input, const Store& store, const TapSums<T>& taps) {
   const int64_t planes = problem.batch * problem.channels;
   if (plan.sum == SumKernel::kTile)
-    cuda.launch(plan.launch[0], tile_sums<T, Store, Taps>, input, planes, static_cast<int>(problem.plane), plan.planes,
+    cuda.launch(plan.launch[0], tile_sums<T, Store>, input, planes, static_cast<int>(problem.plane), plan.planes,
                 plan.lanes, store, taps);
   else
-    cuda.launch(plan.launch[0], chunk_sums<T, Store, Taps>, input, planes, problem.plane, plan.chunks,
-                plan.chunk_elements, plan.warps, store, taps);
+    cuda.launch(plan.launch[0], chunk_sums<T, Store>, input, planes, problem.plane, plan.chunks, plan.chunk_elements,
+                plan.warps, store, taps);
 }
+
+template <class T, class Cells, class Store>
+void launch_column_sums(const CudaContext& cuda, const GlobalPoolPlan& plan, const GlobalPoolProblem& problem,
+                        const T* input, const Cells& cells, const Store& store, const TapSums<T>& taps) {
+  cuda.launch(plan.launch[0],
+              plan.width > 1 ? column_sums<T, Vector<T>::kSize, Cells, Store> : column_sums<T, 1, Cells, Store>, input,
+              problem.channels, problem.plane, static_cast<unsigned>(plan.chunks), plan.columns,
+              static_cast<unsigned>(plan.channel_blocks), cells, store, taps);
+}
+
+// The kernels read contiguous and channels_last inputs of any rank; others are copied.
+bool reads_channels_last(const Tensor& input) { return !input.is_contiguous() && is_channels_last(input); }
 
 Tensor global_avg_pool_cuda(const Tensor& input) {
   const Ints output_sizes = check_global_avg_pool(info(input));
   const CudaContext cuda("global_avg_pool", input);
   Tensor output = empty(output_sizes, input.scalar_type(), input);
   const auto sizes = input.sizes();
-  const auto problem = global_pool_problem({sizes.begin(), sizes.end()}, static_cast<int>(input.element_size()));
+  const bool channels_last = reads_channels_last(input);
+  const auto problem =
+      global_pool_problem({sizes.begin(), sizes.end()}, static_cast<int>(input.element_size()), channels_last);
   const GlobalPoolPlan plan = plan_global_avg_pool(problem, cuda.properties());
   if (plan.launches == 0) return output;
-  const Tensor x = as_contiguous(input);
+  const Tensor x = channels_last ? input : as_contiguous(input);
   dispatch(input.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
     const T* data = static_cast<const T*>(x.const_data_ptr());
     const Mean<T> mean{static_cast<T*>(output.mutable_data_ptr()), static_cast<double>(problem.plane)};
-    if (plan.chunks == 1) {
-      launch_plane_sums(cuda, plan, problem, data, mean, NoTaps());
-    } else {
-      const Tensor workspace = empty_bytes(plan.workspace, input);
-      auto* sums = static_cast<double*>(workspace.mutable_data_ptr());
-      launch_plane_sums(cuda, plan, problem, data, PartialSum{sums}, NoTaps());
-      cuda.launch(plan.launch[1], finish_mean<T>, sums, problem.batch * problem.channels, plan.chunks, mean);
-    }
+    const auto sum_into = [&](const auto& store) {
+      if (channels_last)
+        launch_column_sums(cuda, plan, problem, data, WholePlane{problem.plane}, store, TapSums<T>());
+      else
+        launch_plane_sums(cuda, plan, problem, data, store, TapSums<T>());
+    };
+    if (plan.chunks == 1) return sum_into(mean);
+    const Tensor workspace = empty_bytes(plan.workspace, input);
+    auto* sums = static_cast<double*>(workspace.mutable_data_ptr());
+    sum_into(PartialSum{sums});
+    cuda.launch(plan.launch[1], finish_mean<T>, sums, problem.batch * problem.channels, plan.chunks, plan.lanes, mean);
   });
   return output;
 }
@@ -536,11 +868,12 @@ Regions device_regions(const ConvTranspose<int64_t>& conv, const std::vector<Seg
     SegmentedDim& dim = regions.dims[kMaxSpatialDims - conv.spatial_dims + d];
     const std::vector<Range>& cut = segments[d].segments;
     dim.size = conv.input[d];
-    dim.conv = conv_dim(conv, d);
+    dim.kernel = conv.kernel[d];
     dim.count = static_cast<int>(cut.size());
     for (int i = 0; i < dim.count; ++i) {
-      dim.begin[i] = cut[i].begin;
-      dim.end[i] = cut[i].end;
+      dim.cells[i] = cut[i];
+      // All cells of a segment meet the same taps, so its first one stands for it.
+      dim.taps[i] = input_tap_range(conv_dim(conv, d), cut[i].begin);
     }
   }
   return regions;
@@ -557,23 +890,28 @@ Tensor run_chain(const char* op, bool logsumexp, const Tensor& input, const Tens
   const Regions regions = device_regions(conv, segments);
   const CudaContext cuda(op, input);
   Tensor output = empty(checked.output, input.scalar_type(), input);
-  const auto problem = global_pool_problem(conv, logsumexp, static_cast<int>(input.element_size()), segments);
+  const bool channels_last = reads_channels_last(input);
+  const auto problem =
+      global_pool_problem(conv, logsumexp, static_cast<int>(input.element_size()), channels_last, segments);
   const GlobalPoolPlan plan = plan_global_avg_pool(problem, cuda.properties());
   if (plan.launches == 0) return output;
-  const Tensor x = as_contiguous(input), w = as_contiguous(weight);
+  const Tensor x = channels_last ? input : as_contiguous(input), w = as_contiguous(weight);
   dispatch(input.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
+    const int64_t per_group = conv.out_channels / conv.groups;
     const Channels<T> channels{conv.in_channels,
                                conv.out_channels,
                                conv.groups,
                                problem.regions,
+                               per_group,
+                               ceil_div(per_group, kColumns),
+                               conv.in_channels / conv.groups * problem.regions,
                                float_product(conv.output),
                                channel_param(bias, 0.0),
                                channel_param(scale, 1.0),
                                channel_param(shift, 0.0),
                                out_scale,
                                static_cast<T*>(output.mutable_data_ptr())};
-    const int64_t per_group = conv.out_channels / conv.groups;
     TapSums<T> taps{static_cast<const T*>(w.const_data_ptr()),
                     nullptr,
                     plan.tap_blocks,
@@ -583,14 +921,19 @@ Tensor run_chain(const char* op, bool logsumexp, const Tensor& input, const Tens
     const T* data = static_cast<const T*>(x.const_data_ptr());
     if (plan.sum == SumKernel::kNone) {
       cuda.launch(plan.launch[0], logsumexp ? whole_sample<T, true> : whole_sample<T, false>, data, problem.plane,
-                  plan.warps, channels, taps);
+                  channels_last, plan.warps, channels, taps);
       return;
     }
     const Tensor workspace = empty_bytes(plan.workspace, input);
     auto* sums = static_cast<double*>(workspace.mutable_data_ptr());
     taps.sums = sums + problem.batch * problem.channels * problem.regions * plan.chunks;
-    if (plan.sum == SumKernel::kBox)
-      cuda.launch(plan.launch[0], box_sums<T>, data, plan.chunks, plan.chunk_rows, regions, PartialSum{sums}, taps);
+    if (channels_last && problem.boxes)
+      launch_column_sums(cuda, plan, problem, data, PlaneRegions{regions}, PartialSum{sums}, taps);
+    else if (channels_last)
+      launch_column_sums(cuda, plan, problem, data, WholePlane{problem.plane}, PartialSum{sums}, taps);
+    else if (problem.boxes)
+      cuda.launch(plan.launch[0], plan.width > 1 ? box_sums<T, Vector<T>::kSize> : box_sums<T, 1>, data,
+                  problem.batch * problem.channels, plan.chunks, plan.warps, regions, PartialSum{sums}, taps);
     else
       launch_plane_sums(cuda, plan, problem, data, PartialSum{sums}, taps);
     cuda.launch(plan.launch[1], logsumexp ? finish<T, true> : finish<T, false>, sums, taps.sums, plan.chunks,

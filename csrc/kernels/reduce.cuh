@@ -20,14 +20,14 @@ __device__ Acc warp_sum(Acc value) {
 // The sum of `values`, combined pairwise; N is a power of two.
 template <int N, class Acc>
 __device__ Acc tree_sum(const Acc (&values)[N]) {
-  Acc level[N];
+  if constexpr (N == 1) {
+    return values[0];
+  } else {
+    Acc pairs[N / 2];
 #pragma unroll
-  for (int i = 0; i < N; ++i) level[i] = values[i];
-#pragma unroll
-  for (int width = N / 2; width > 0; width /= 2)
-#pragma unroll
-    for (int i = 0; i < width; ++i) level[i] = level[2 * i] + level[2 * i + 1];
-  return level[0];
+    for (int i = 0; i < N / 2; ++i) pairs[i] = values[2 * i] + values[2 * i + 1];
+    return tree_sum(pairs);
+  }
 }
 
 }  // namespace fused

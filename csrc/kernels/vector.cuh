@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace fused {
 
@@ -63,6 +64,49 @@ template <class T>
 __device__ Vector<T> load_streaming(const Vector<T>* address) {
   const uint4 bits = __ldcs(reinterpret_cast<const uint4*>(address));
   return *reinterpret_cast<const Vector<T>*>(&bits);
+}
+
+// The same, as bits for unpack.
+template <class T>
+__device__ uint4 load_streaming_bits(const T* address) {
+  return __ldcs(reinterpret_cast<const uint4*>(address));
+}
+
+// The values in 8 bytes, taken from 32-bit words: from an array of a half type, the compiler would shuffle them first.
+template <class T>
+__device__ void unpack(const uint2& bits, Accumulator<T> (&values)[8 / sizeof(T)]) {
+  if constexpr (std::is_same_v<T, double>) {
+    values[0] = __hiloint2double(static_cast<int>(bits.y), static_cast<int>(bits.x));
+  } else if constexpr (std::is_same_v<T, float>) {
+    values[0] = __uint_as_float(bits.x);
+    values[1] = __uint_as_float(bits.y);
+  } else {
+    const unsigned words[2] = {bits.x, bits.y};
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {
+      if constexpr (std::is_same_v<T, __half>) {
+        const float2 pair = __half22float2(reinterpret_cast<const __half2&>(words[w]));
+        values[2 * w] = pair.x;
+        values[2 * w + 1] = pair.y;
+      } else {
+        values[2 * w] = __uint_as_float(words[w] << 16);
+        values[2 * w + 1] = __uint_as_float(words[w] & 0xffff0000u);
+      }
+    }
+  }
+}
+// Those in 16 bytes.
+template <class T>
+__device__ void unpack(const uint4& bits, Accumulator<T> (&values)[16 / sizeof(T)]) {
+  constexpr int kHalf = 8 / sizeof(T);
+  Accumulator<T> low[kHalf], high[kHalf];
+  unpack<T>(uint2{bits.x, bits.y}, low);
+  unpack<T>(uint2{bits.z, bits.w}, high);
+#pragma unroll
+  for (int q = 0; q < kHalf; ++q) {
+    values[q] = low[q];
+    values[kHalf + q] = high[q];
+  }
 }
 
 template <class T>
