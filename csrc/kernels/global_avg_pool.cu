@@ -71,7 +71,6 @@ class BoxWalk {
         carry2_(stride1 - size2 * stride2),
         offset_(first / size2 / size1 * stride0 + i1_ * stride1 + i2_ * stride2) {}
   __device__ int64_t offset() const { return offset_; }
-  __device__ int64_t innermost() const { return i2_; }
   __device__ void advance() {
     offset_ += step_offset_;
     i1_ += step1_;
@@ -108,10 +107,8 @@ __device__ inline Range share(int64_t n, int64_t part, int64_t parts) {
   return {min(part * size, n), min((part + 1) * size, n)};
 }
 
-// How many of n items, a number that fits 32 bits, row `row` of `rows` takes if they take turns.
-__device__ inline int rows_share(int64_t n, int row, int rows) {
-  return static_cast<int>((static_cast<unsigned>(n) + rows - 1 - row) / static_cast<unsigned>(rows));
-}
+// How many of n items row `row` of `rows` takes if they take turns: a number that fits 32 bits.
+__device__ inline int rows_share(int64_t n, int row, int rows) { return static_cast<int>((n + rows - 1 - row) / rows); }
 
 // The weight summed over the taps that meet each region: U[ci, r, j], j the output channel within its group. The first
 // `blocks` blocks of a summing kernel do this, beside the others; none where there is no weight.
@@ -717,8 +714,7 @@ struct SampleFinisher {
       if (column % 32 == 0) warp_results[column / 32] = {running.maximum, running.sum};
       asm volatile("bar.sync 1, %0;" ::"n"(kColumns) : "memory");  // the threads of slice 0
       if (threadIdx.x >= 32) return;
-      const double2 result = warp_results[column % (kColumns / 32)];
-      running = {result.x, result.y};
+      running = {warp_results[column % (kColumns / 32)].x, warp_results[column % (kColumns / 32)].y};
       running.template add_lanes<kColumns / 32>();
       if (column == 0) channels.output[sample] = from_double<T>(running.value() * channels.out_scale);
     }
