@@ -9,6 +9,7 @@
 #ifndef FUSED_CPU_TARGET
 #include <algorithm>
 #include <atomic>
+#include <limits>
 #include <vector>
 
 #include "conv_transpose_avg_pool.h"
@@ -36,7 +37,7 @@ struct Convolution {
   int64_t packed_channel = 1;                   // elements of one packed channel
   std::vector<int64_t> offsets;                 // per (ci, j): where its first factor stands in the packed tile
   std::vector<Acc> weights;                     // (groups, channel blocks, (ci, j), channels of the block)
-  std::vector<double> affine;                   // (C_out, 4): bias, scale1, shift, scale2
+  std::vector<double> affine;                   // (C_out, 2): factor, term
   int64_t chain = 1;                            // products that add up in one register before they go to a float64 sum
   int64_t depth() const { return static_cast<int64_t>(offsets.size()); }
 };
@@ -102,12 +103,10 @@ void pack_tile(const T* x, const Convolution<Acc>& conv, const int64_t (&tile)[3
         }
 }
 
-// sums[m, p] = sum over k of x[offsets[k] + p] * weights[k, m] for a block of positions; `add`: += instead.
-template <bool add, class Acc, int kChannels>
-inline void multiply_chain(const Acc* x, const int64_t* offsets, const Acc* weights, int64_t depth, double* sums,
-                           int64_t pitch) {
-  constexpr int n = kLanes<Acc>;
-  Lanes<Acc> acc[kChannels][kBlockVectors];
+// acc[m, p] = sum over k of x[offsets[k] + p] * weights[k, m] for a block of positions.
+template <class Acc, int kChannels>
+inline void multiply_chain(const Acc* x, const int64_t* offsets, const Acc* weights, int64_t depth,
+                           Lanes<Acc> (&acc)[kChannels][kBlockVectors]) {
 #pragma GCC unroll 4
   for (int m = 0; m < kChannels; ++m)
 #pragma GCC unroll 4
@@ -116,84 +115,76 @@ inline void multiply_chain(const Acc* x, const int64_t* offsets, const Acc* weig
     const Acc* source = x + offsets[k];
     Lanes<Acc> values[kBlockVectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < kBlockVectors; ++v) values[v] = load(source + v * n);
+    for (int v = 0; v < kBlockVectors; ++v) values[v] = load(source + v * kLanes<Acc>);
 #pragma GCC unroll 4
     for (int m = 0; m < kChannels; ++m)
 #pragma GCC unroll 4
       for (int v = 0; v < kBlockVectors; ++v) acc[m][v] += values[v] * weights[k * kChannels + m];
   }
-#pragma GCC unroll 4
-  for (int m = 0; m < kChannels; ++m)
-#pragma GCC unroll 4
-    for (int v = 0; v < kBlockVectors; ++v) to_doubles<add>(sums + m * pitch + v * n, acc[m][v]);
 }
 
-template <class Acc, int kChannels>
+// results[m, p] = affine[m](the sum over all k), rounded, for a block of positions. Float64 sums stay in registers until
+// they are results; float32 sums are added up in float64, one chain after the other.
+template <class Acc, int kChannels, class Rounded>
 inline void multiply(const Acc* x, const int64_t* offsets, const Acc* weights, int64_t depth, int64_t chain,
-                     double* sums, int64_t pitch) {
-  multiply_chain<false, Acc, kChannels>(x, offsets, weights, chain < depth ? chain : depth, sums, pitch);
-  for (int64_t k = chain; k < depth; k += chain)
-    multiply_chain<true, Acc, kChannels>(x, offsets + k, weights + k * kChannels, chain < depth - k ? chain : depth - k,
-                                         sums, pitch);
+                     const double* affine, Rounded* results, int64_t pitch) {
+  constexpr int n = kLanes<Acc>, kPositions = kBlockVectors * n;
+  Lanes<Acc> acc[kChannels][kBlockVectors];
+  if constexpr (std::is_same_v<Acc, double>) {
+    multiply_chain<Acc, kChannels>(x, offsets, weights, depth, acc);
+#pragma GCC unroll 4
+    for (int m = 0; m < kChannels; ++m)
+#pragma GCC unroll 4
+      for (int v = 0; v < kBlockVectors; ++v)
+        store_rounded(results + m * pitch + v * n, acc[m][v] * affine[m * 2] + affine[m * 2 + 1]);
+  } else {
+    double sums[kChannels * kPositions] = {};
+    for (int64_t k = 0; k < depth; k += chain) {
+      multiply_chain<Acc, kChannels>(x, offsets + k, weights + k * kChannels, chain < depth - k ? chain : depth - k,
+                                     acc);
+#pragma GCC unroll 4
+      for (int m = 0; m < kChannels; ++m)
+#pragma GCC unroll 4
+        for (int v = 0; v < kBlockVectors; ++v) add_to(sums + m * kPositions + v * n, acc[m][v]);
+    }
+    for (int m = 0; m < kChannels; ++m)
+      for (int i = 0; i < kPositions; i += kLanes<double>)
+        store_rounded(results + m * pitch + i, load(sums + m * kPositions + i) * affine[m * 2] + affine[m * 2 + 1]);
+  }
 }
 
-// ((v + bias) * scale1 + shift) * scale2, in double; rounded once.
-struct Affine {
-  double bias, scale1, shift, scale2;
-  template <class V>
-  V operator()(V sums) const {
-    return ((sums + bias) * scale1 + shift) * scale2;
-  }
-  Floats of(const double* sums, float) const {
-    return to_floats((*this)(load(sums)), (*this)(load(sums + kLanes<double>)));
-  }
-  Doubles of(const double* sums, double) const { return (*this)(load(sums)); }
-};
-
-// A row of sums (kChannels, pitch) to the output.
-template <int kChannels, class T>
-inline void finish_row(const double* sums, int64_t pitch, int64_t count, const double* params, T* output,
-                       int64_t channel_stride, int64_t stride) {
-  using Rounded = Accumulator<T>;
+// A row of results (kChannels, pitch) to the output.
+template <int kChannels, class T, class Rounded>
+inline void write_row(const Rounded* results, int64_t pitch, int64_t count, T* output, int64_t channel_stride,
+                      int64_t stride) {
   constexpr int n = kLanes<Rounded>;
-  Affine affine[kChannels];
-  for (int m = 0; m < kChannels; ++m)
-    affine[m] = {params[m * 4], params[m * 4 + 1], params[m * 4 + 2], params[m * 4 + 3]};
   if (stride == 1 && count >= n) {
     for (int m = 0; m < kChannels; ++m)
       for (int64_t i = 0; i < count; i += n) {
         const int64_t at = i + n <= count ? i : count - n;  // the last vector overlaps the one before
-        store_rounded(output + m * channel_stride + at, affine[m].of(sums + m * pitch + at, Rounded()));
+        store_rounded(output + m * channel_stride + at, load(results + m * pitch + at));
       }
     return;
   }
-  int64_t i = 0;
-  for (; i + n <= count; i += n) {  // channels_last: a few positions at a time change places with the channels
-    Rounded values[kChannels][n];
-    for (int m = 0; m < kChannels; ++m) store(values[m], affine[m].of(sums + m * pitch + i, Rounded()));
-    for (int p = 0; p < n; ++p)
-      for (int m = 0; m < kChannels; ++m) output[m * channel_stride + (i + p) * stride] = static_cast<T>(values[m][p]);
-  }
-  for (; i < count; ++i)
+  for (int64_t i = 0; i < count; ++i)
     for (int m = 0; m < kChannels; ++m)
-      output[m * channel_stride + i * stride] = static_cast<T>(static_cast<Rounded>(affine[m](sums[m * pitch + i])));
+      output[m * channel_stride + i * stride] = static_cast<T>(results[m * pitch + i]);
 }
 
 // A block of channels over `rows` rows of `columns` outputs, `packed_row` positions apart in x. Rows are written as soon as
 // they are complete, so that the stores overlap with the arithmetic of the next.
 template <class T, class Acc, int kChannels>
 void convolve_rows(const Acc* x, const Convolution<Acc>& conv, int64_t first_channel, int64_t rows, int64_t columns,
-                   double* sums, int64_t pitch, T* output) {
+                   Accumulator<T>* results, int64_t pitch, T* output) {
   constexpr int64_t kStep = kBlockVectors * kLanes<Acc>;
   const int64_t packed_row = conv.axes[2].packed;
   int64_t row = 0;
   for (int64_t p = 0; row < rows; p += kStep) {
     multiply<Acc, kChannels>(x + p, conv.offsets.data(), conv.weights.data() + first_channel * conv.depth(),
-                             conv.depth(), conv.chain, sums + p, pitch);
+                             conv.depth(), conv.chain, conv.affine.data() + first_channel * 2, results + p, pitch);
     for (; row < rows && row * packed_row + columns <= p + kStep; ++row)
-      finish_row<kChannels, T>(sums + row * packed_row, pitch, columns, conv.affine.data() + first_channel * 4,
-                               output + row * conv.axes[1].output_stride, conv.output_strides[1],
-                               conv.axes[2].output_stride);
+      write_row<kChannels>(results + row * packed_row, pitch, columns, output + row * conv.axes[1].output_stride,
+                           conv.output_strides[1], conv.axes[2].output_stride);
   }
 }
 
@@ -203,7 +194,7 @@ void convolve(const T* input, const Convolution<Acc>& conv, int64_t begin, int64
   const auto& [axis0, axis1, axis2] = conv.axes;
   const int64_t most = (axis1.tile - 1) * axis2.packed + axis2.tile, pitch = most + kSlack;
   const std::unique_ptr<Acc[]> packed(new Acc[conv.in_group * conv.packed_channel + kSlack]());
-  const std::unique_ptr<double[]> sums(new double[kBlockChannels * pitch]);
+  const std::unique_ptr<Accumulator<T>[]> results(new Accumulator<T>[kBlockChannels * pitch]);
   for (int64_t item = begin; item < end; ++item) {
     const int64_t tile[3] = {item / axis2.tiles / axis1.tiles % axis0.tiles, item / axis2.tiles % axis1.tiles,
                              item % axis2.tiles};
@@ -219,16 +210,17 @@ void convolve(const T* input, const Convolution<Acc>& conv, int64_t begin, int64
               packed.get());
     T* target = output + n * conv.output_strides[0] + first[0] * axis0.output_stride + first[1] * axis1.output_stride +
                 first[2] * axis2.output_stride;
-    for (int64_t c = 0; c < conv.out_group; c += kBlockChannels) {
-      const int64_t left = conv.out_group - c, channel = group * conv.out_group + c;
-      const auto rows = left == 1   ? &convolve_rows<T, Acc, 1>
-                        : left == 2 ? &convolve_rows<T, Acc, 2>
-                        : left == 3 ? &convolve_rows<T, Acc, 3>
-                                    : &convolve_rows<T, Acc, 4>;
-      for (int64_t i0 = 0; i0 < size[0]; ++i0)
-        rows(packed.get() + i0 * axis1.packed * axis2.packed, conv, channel, size[1], size[2], sums.get(), pitch,
+    // Plane by plane, so that its inputs stay in the first-level cache for all channels.
+    for (int64_t i0 = 0; i0 < size[0]; ++i0)
+      for (int64_t c = 0; c < conv.out_group; c += kBlockChannels) {
+        const int64_t left = conv.out_group - c, channel = group * conv.out_group + c;
+        const auto rows = left == 1   ? &convolve_rows<T, Acc, 1>
+                          : left == 2 ? &convolve_rows<T, Acc, 2>
+                          : left == 3 ? &convolve_rows<T, Acc, 3>
+                                      : &convolve_rows<T, Acc, 4>;
+        rows(packed.get() + i0 * axis1.packed * axis2.packed, conv, channel, size[1], size[2], results.get(), pitch,
              target + channel * conv.output_strides[1] + i0 * axis0.output_stride);
-    }
+      }
   }
 }
 
@@ -268,7 +260,7 @@ std::vector<Offset> list_offsets(const std::vector<PoolDim>& dims) {
 
 // As many outputs per tile as keep the packed input in the second-level cache, in equal parts.
 void choose_tiles(Axis (&axes)[3], int64_t in_group) {
-  constexpr int64_t kPacked = 65536, kPositions = 512, kLeast = 64;
+  constexpr int64_t kPacked = 65536, kPositions = 1024, kLeast = 64;
   for (Axis& axis : axes) axis.phases = std::max<int64_t>(1, std::min(axis.step, axis.offsets));
   int64_t others = in_group;
   for (const Axis& axis : axes) others *= axis.phases * (1 + (axis.offsets - 1) / axis.step);
@@ -286,12 +278,9 @@ void choose_tiles(Axis (&axes)[3], int64_t in_group) {
   }
 }
 
-// Products that add up in one register before they are added to a float64 sum: all of them where they are float64
-// themselves. Half types, whose sums are float32, keep their chains short.
-template <class Acc>
-int64_t choose_chain(int64_t depth) {
-  if (std::is_same_v<Acc, double>) return std::max<int64_t>(1, depth);
-  const int64_t most = std::clamp<int64_t>(depth / 16, 16, 64);
+// Float32 products, of half types, that add up in one register before they go to a float64 sum: in about equal parts.
+inline int64_t choose_chain(int64_t depth) {
+  const int64_t most = std::clamp<int64_t>(depth / 16, 32, 64);
   return std::max<int64_t>(1, ceil_div(depth, std::max<int64_t>(1, ceil_div(depth, most))));
 }
 
@@ -329,9 +318,24 @@ bool sum_taps(const T* weight, const std::vector<Offset>& offsets, const int64_t
   return finite;
 }
 
-// The same sum with terms outside the input left out instead of multiplied by zero, which an infinite weight would show.
+// ((v + bias) * scale1 + shift) * scale2 as v * factor + term; tells whether that is the same for every v.
+template <class T>
+bool fold_affine(const ChannelParam (&params)[4], int64_t c, std::vector<double>& affine) {
+  double values[4];
+  for (int i = 0; i < 4; ++i) values[i] = load<T>(params[i], c);
+  const auto [bias, scale1, shift, scale2] = values;
+  const double factor = scale1 * scale2, term = (bias * scale1 + shift) * scale2;
+  affine.push_back(factor);
+  affine.push_back(term);
+  const bool vanished = std::fabs(factor) < std::numeric_limits<double>::min() && scale1 != 0 && scale2 != 0;
+  return std::isfinite(factor) && std::isfinite(term) && !vanished;
+}
+
+// The same sums with terms outside the input left out instead of multiplied by zero, which an infinite weight would show,
+// and every step of the affine part by itself.
 template <class T, class Acc>
-void convolve_carefully(const T* input, const Convolution<Acc>& conv, const std::vector<Offset>& offsets, T* output) {
+void convolve_carefully(const T* input, const Convolution<Acc>& conv, const std::vector<Offset>& offsets,
+                        const ChannelParam (&params)[4], T* output) {
   const auto& [axis0, axis1, axis2] = conv.axes;
   const int64_t count = static_cast<int64_t>(offsets.size()), out_channels = conv.groups * conv.out_group;
   torch::stable::parallel_for(0, conv.batch * out_channels, 1, [&](int64_t begin, int64_t end) {
@@ -342,7 +346,8 @@ void convolve_carefully(const T* input, const Convolution<Acc>& conv, const std:
       const int64_t width = std::min<int64_t>(kBlockChannels, conv.out_group - first);
       const Acc* weights = conv.weights.data() + (group * conv.out_group + first) * conv.depth() + co - first;
       const T* x = input + n * conv.input_strides[0] + group * conv.in_group * conv.input_strides[1];
-      const double* affine = conv.affine.data() + channel * 4;
+      double affine[4];
+      for (int i = 0; i < 4; ++i) affine[i] = load<T>(params[i], channel);
       for (int64_t o0 = 0; o0 < axis0.output; ++o0)
         for (int64_t o1 = 0; o1 < axis1.output; ++o1)
           for (int64_t o2 = 0; o2 < axis2.output; ++o2) {
@@ -418,16 +423,16 @@ Tensor conv_transpose_avg_pool_cpu(const Tensor& input, const Tensor& weight, co
             ci * conv.packed_channel +
             ((at[0] % axis0.step * axis1.phases + at[1] % axis1.step) * axis2.phases + at[2] % axis2.step) * phase +
             (at[0] / axis0.step * axis1.packed + at[1] / axis1.step) * axis2.packed + at[2] / axis2.step);
-    for (int64_t c = 0; c < pooled.conv.out_channels; ++c)
-      for (const ChannelParam& param : params) conv.affine.push_back(load<T>(param, c));
-    conv.chain = choose_chain<Acc>(conv.depth());
+    bool plain = true;
+    for (int64_t c = 0; c < pooled.conv.out_channels; ++c) plain = fold_affine<T>(params, c, conv.affine) && plain;
+    conv.chain = choose_chain(conv.depth());
     double pool_size = 1;
     for (int64_t size : pooled.pool_kernel) pool_size *= static_cast<double>(size);
 
     const T* x = static_cast<const T*>(input.const_data_ptr());
     T* out = static_cast<T*>(output.mutable_data_ptr());
-    if (!sum_taps(static_cast<const T*>(w.const_data_ptr()), offsets, kernel, pool_size, conv))
-      return convolve_carefully(x, conv, offsets, out);
+    if (!sum_taps(static_cast<const T*>(w.const_data_ptr()), offsets, kernel, pool_size, conv) || !plain)
+      return convolve_carefully(x, conv, offsets, params, out);
     const auto kernel_function = FUSED_CPU_SELECT(convolve<T, Acc>);
     const int64_t work = axis0.tile * axis1.tile * axis2.tile * conv.out_group * (1 + conv.depth() / 8);
     torch::stable::parallel_for(0, conv.batch * groups * axis0.tiles * axis1.tiles * axis2.tiles,

@@ -46,37 +46,27 @@ inline void store(T* x, Lanes<T> values) {
 inline Doubles low_doubles(Floats x) { return _mm512_maskz_cvtps_pd(0xff, _mm512_maskz_extractf32x8_ps(0xff, x, 0)); }
 inline Doubles high_doubles(Floats x) { return _mm512_maskz_cvtps_pd(0xff, _mm512_maskz_extractf32x8_ps(0xff, x, 1)); }
 inline Doubles load_doubles(const float* x) { return _mm512_maskz_cvtps_pd(0xff, _mm256_loadu_ps(x)); }
-inline Floats to_floats(Doubles low, Doubles high) {
-  return _mm512_insertf32x8(_mm512_castps256_ps512(_mm512_maskz_cvtpd_ps(0xff, low)), _mm512_maskz_cvtpd_ps(0xff, high),
-                            1);
-}
+inline void store_rounded(float* x, Doubles values) { _mm256_storeu_ps(x, _mm512_maskz_cvtpd_ps(0xff, values)); }
 #elif FUSED_CPU_VECTOR_BYTES == 32
 inline Doubles low_doubles(Floats x) { return _mm256_cvtps_pd(_mm256_castps256_ps128(x)); }
 inline Doubles high_doubles(Floats x) { return _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)); }
 inline Doubles load_doubles(const float* x) { return _mm256_cvtps_pd(_mm_loadu_ps(x)); }
-inline Floats to_floats(Doubles low, Doubles high) {
-  return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm256_cvtpd_ps(low)), _mm256_cvtpd_ps(high), 1);
-}
+inline void store_rounded(float* x, Doubles values) { _mm_storeu_ps(x, _mm256_cvtpd_ps(values)); }
 #else
 inline Doubles low_doubles(Floats x) { return Doubles{x[0], x[1]}; }
 inline Doubles high_doubles(Floats x) { return Doubles{x[2], x[3]}; }
 inline Doubles load_doubles(const float* x) { return Doubles{x[0], x[1]}; }
-inline Floats to_floats(Doubles low, Doubles high) {
-  return Floats{static_cast<float>(low[0]), static_cast<float>(low[1]), static_cast<float>(high[0]),
-                static_cast<float>(high[1])};
+inline void store_rounded(float* x, Doubles values) {
+  x[0] = static_cast<float>(values[0]);
+  x[1] = static_cast<float>(values[1]);
 }
 #endif
 
-// sums[i] = values[i] (+ sums[i] if `add`), in double.
-template <bool add>
-inline void to_doubles(double* sums, Floats values) {
-  double* high = sums + kLanes<double>;
-  store(sums, add ? low_doubles(values) + load(sums) : low_doubles(values));
-  store(high, add ? high_doubles(values) + load(high) : high_doubles(values));
-}
-template <bool add>
-inline void to_doubles(double* sums, Doubles values) {
-  store(sums, add ? values + load(sums) : values);
+// sums[i] += values[i], in double.
+inline void add_to(double* sums, Doubles values) { store(sums, load(sums) + values); }
+inline void add_to(double* sums, Floats values) {
+  add_to(sums, low_doubles(values));
+  add_to(sums + kLanes<double>, high_doubles(values));
 }
 
 // ---- Between half types and float ----

@@ -87,8 +87,8 @@ void add_rows(const T* x, int64_t rows, int64_t columns, double* sums) {
     const T *x0 = x + row * columns, *x1 = x0 + columns, *x2 = x1 + columns, *x3 = x2 + columns;
     int64_t j = 0;
     for (; j + k <= columns; j += k)
-      to_doubles<true>(sums + j, (load_as<Lane<T>>(x0 + j) + load_as<Lane<T>>(x1 + j)) +
-                                     (load_as<Lane<T>>(x2 + j) + load_as<Lane<T>>(x3 + j)));
+      add_to(sums + j, (load_as<Lane<T>>(x0 + j) + load_as<Lane<T>>(x1 + j)) +
+                           (load_as<Lane<T>>(x2 + j) + load_as<Lane<T>>(x3 + j)));
     for (; j < columns; ++j)
       sums[j] += (static_cast<double>(x0[j]) + static_cast<double>(x1[j])) +
                  (static_cast<double>(x2[j]) + static_cast<double>(x3[j]));
@@ -96,7 +96,7 @@ void add_rows(const T* x, int64_t rows, int64_t columns, double* sums) {
   for (; row < rows; ++row) {
     const T* x0 = x + row * columns;
     int64_t j = 0;
-    for (; j + k <= columns; j += k) to_doubles<true>(sums + j, load_as<Lane<T>>(x0 + j));
+    for (; j + k <= columns; j += k) add_to(sums + j, load_as<Lane<T>>(x0 + j));
     for (; j < columns; ++j) sums[j] += static_cast<double>(x0[j]);
   }
 }
