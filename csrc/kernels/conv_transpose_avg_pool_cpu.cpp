@@ -38,7 +38,7 @@ struct Convolution {
   std::vector<int64_t> offsets;                 // per (ci, j): where its first factor stands in the packed tile
   std::vector<Acc> weights;                     // (groups, channel blocks, (ci, j), channels of the block)
   std::vector<double> affine;                   // (C_out, 2): factor, term
-  int64_t chain = 1;                            // products that add up in one register before they go to a float64 sum
+  int64_t chain = 0;                            // float32 products that add up before they go to a float64 sum
   int64_t depth() const { return static_cast<int64_t>(offsets.size()); }
 };
 
@@ -286,9 +286,13 @@ void choose_tiles(Axis (&axes)[3], int64_t in_group) {
   }
 }
 
-// Float32 products, of half types, that add up in one register before they go to a float64 sum: in about equal parts.
-inline int64_t choose_chain(int64_t depth) {
-  const int64_t most = std::clamp<int64_t>(depth / 16, 32, 64);
+// Float32 products that add up in one register before they go to a float64 sum, in about equal parts; 0 where products are
+// float64 themselves. Those of float32 inputs are, unless there are so many input channels that eager PyTorch, which sums
+// them in float32, makes twice the error of chains of 16 (measured: 0.55 of eager's at 64 channels, less from there on).
+template <class T>
+int64_t choose_chain(int64_t in_group, int64_t depth) {
+  if (sizeof(T) == 8 || (sizeof(T) == 4 && in_group < 64)) return 0;
+  const int64_t most = sizeof(T) == 4 ? 16 : std::clamp<int64_t>(depth / 16, 32, 64);
   return std::max<int64_t>(1, ceil_div(depth, std::max<int64_t>(1, ceil_div(depth, most))));
 }
 
@@ -399,53 +403,60 @@ Tensor conv_transpose_avg_pool_cpu(const Tensor& input, const Tensor& weight, co
 
   dispatch_cpu(input.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
-    using Acc = std::conditional_t<sizeof(T) == 2, float, double>;
-    Convolution<Acc> conv;
-    conv.batch = pooled.conv.batch;
-    conv.groups = groups;
-    conv.in_group = pooled.conv.in_channels / groups;
-    conv.out_group = pooled.conv.out_channels / groups;
-    int64_t kernel[3] = {1, 1, 1};
-    for (int d = 0; d < dims; ++d) {
-      Axis& axis = conv.axes[3 - dims + d];
-      axis.input = pool_dims[d].conv.input;
-      axis.output = pool_dims[d].output();
-      axis.step = pool_dims[d].step();
-      axis.first = pool_dims[d].offsets().begin;
-      axis.offsets = std::max<int64_t>(1, pool_dims[d].offsets().size());
-      axis.input_stride = input.stride(2 + d);
-      axis.output_stride = output.stride(2 + d);
-      kernel[3 - dims + d] = pooled.conv.kernel[d];
-    }
-    for (int d = 0; d < 2; ++d) {
-      conv.input_strides[d] = input.stride(d);
-      conv.output_strides[d] = output.stride(d);
-    }
-    choose_tiles(conv.axes, conv.in_group);
-    const auto& [axis0, axis1, axis2] = conv.axes;
-    const int64_t phase = axis0.packed * axis1.packed * axis2.packed;
-    conv.packed_channel = axis0.phases * axis1.phases * axis2.phases * phase;
-    for (int64_t ci = 0; ci < conv.in_group; ++ci)
-      for (const auto& [at, taps] : offsets)
-        conv.offsets.push_back(
-            ci * conv.packed_channel +
-            ((at[0] % axis0.step * axis1.phases + at[1] % axis1.step) * axis2.phases + at[2] % axis2.step) * phase +
-            (at[0] / axis0.step * axis1.packed + at[1] / axis1.step) * axis2.packed + at[2] / axis2.step);
-    bool plain = true;
-    for (int64_t c = 0; c < pooled.conv.out_channels; ++c) plain = fold_affine<T>(params, c, conv.affine) && plain;
-    conv.chain = choose_chain(conv.depth());
-    double pool_size = 1;
-    for (int64_t size : pooled.pool_kernel) pool_size *= static_cast<double>(size);
+    const int64_t in_group = pooled.conv.in_channels / groups;
+    const int64_t chain = choose_chain<T>(in_group, in_group * static_cast<int64_t>(offsets.size()));
+    const auto run = [&](auto product) {
+      using Acc = decltype(product);
+      Convolution<Acc> conv;
+      conv.batch = pooled.conv.batch;
+      conv.groups = groups;
+      conv.in_group = in_group;
+      conv.out_group = pooled.conv.out_channels / groups;
+      int64_t kernel[3] = {1, 1, 1};
+      for (int d = 0; d < dims; ++d) {
+        Axis& axis = conv.axes[3 - dims + d];
+        axis.input = pool_dims[d].conv.input;
+        axis.output = pool_dims[d].output();
+        axis.step = pool_dims[d].step();
+        axis.first = pool_dims[d].offsets().begin;
+        axis.offsets = std::max<int64_t>(1, pool_dims[d].offsets().size());
+        axis.input_stride = input.stride(2 + d);
+        axis.output_stride = output.stride(2 + d);
+        kernel[3 - dims + d] = pooled.conv.kernel[d];
+      }
+      for (int d = 0; d < 2; ++d) {
+        conv.input_strides[d] = input.stride(d);
+        conv.output_strides[d] = output.stride(d);
+      }
+      choose_tiles(conv.axes, conv.in_group);
+      const auto& [axis0, axis1, axis2] = conv.axes;
+      const int64_t phase = axis0.packed * axis1.packed * axis2.packed;
+      conv.packed_channel = axis0.phases * axis1.phases * axis2.phases * phase;
+      for (int64_t ci = 0; ci < conv.in_group; ++ci)
+        for (const auto& [at, taps] : offsets)
+          conv.offsets.push_back(
+              ci * conv.packed_channel +
+              ((at[0] % axis0.step * axis1.phases + at[1] % axis1.step) * axis2.phases + at[2] % axis2.step) * phase +
+              (at[0] / axis0.step * axis1.packed + at[1] / axis1.step) * axis2.packed + at[2] / axis2.step);
+      bool plain = true;
+      for (int64_t c = 0; c < pooled.conv.out_channels; ++c) plain = fold_affine<T>(params, c, conv.affine) && plain;
+      conv.chain = chain;
+      double pool_size = 1;
+      for (int64_t size : pooled.pool_kernel) pool_size *= static_cast<double>(size);
 
-    const T* x = static_cast<const T*>(input.const_data_ptr());
-    T* out = static_cast<T*>(output.mutable_data_ptr());
-    if (!sum_taps(static_cast<const T*>(w.const_data_ptr()), offsets, kernel, pool_size, conv) || !plain)
-      return convolve_carefully(x, conv, offsets, params, out);
-    const auto kernel_function = FUSED_CPU_SELECT(convolve<T, Acc>);
-    const int64_t work = axis0.tile * axis1.tile * axis2.tile * conv.out_group * (1 + conv.depth() / 8);
-    torch::stable::parallel_for(0, conv.batch * groups * axis0.tiles * axis1.tiles * axis2.tiles,
-                                items_per_thread(work),
-                                [&](int64_t begin, int64_t end) { kernel_function(x, conv, begin, end, out); });
+      const T* x = static_cast<const T*>(input.const_data_ptr());
+      T* out = static_cast<T*>(output.mutable_data_ptr());
+      if (!sum_taps(static_cast<const T*>(w.const_data_ptr()), offsets, kernel, pool_size, conv) || !plain)
+        return convolve_carefully(x, conv, offsets, params, out);
+      const auto kernel_function = FUSED_CPU_SELECT(convolve<T, Acc>);
+      const int64_t work = axis0.tile * axis1.tile * axis2.tile * conv.out_group * (1 + conv.depth() / 8);
+      torch::stable::parallel_for(0, conv.batch * groups * axis0.tiles * axis1.tiles * axis2.tiles,
+                                  items_per_thread(work),
+                                  [&](int64_t begin, int64_t end) { kernel_function(x, conv, begin, end, out); });
+    };
+    if constexpr (sizeof(T) <= 4)
+      if (chain > 0) return run(float());
+    if constexpr (sizeof(T) >= 4) run(double());
   });
   return output;
 }
