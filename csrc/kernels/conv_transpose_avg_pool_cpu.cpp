@@ -61,12 +61,22 @@ namespace {
 
 // Vectors of positions in registers, beside which kBlockChannels accumulators each and a broadcast have to fit.
 constexpr int kBlockVectors = FUSED_CPU_REGISTERS == 32 ? 4 : 3;
-// result[i] = x[i * stride], converted.
+
+// result[i] = x[i * stride], converted. Strided elements are gathered in a register: left to itself, GCC 12 converts two at
+// a time by way of memory (10% slower in all where the pool is twice as wide as the convolution's stride).
 template <class Acc, class T>
 void pack_row(const T* x, int64_t count, int64_t stride, Acc* result) {
+  using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, T>;
+  constexpr int k = kLanes<Acc>;
   int64_t i = 0;
   if (stride == 1)
-    for (constexpr int k = kLanes<Acc>; i + k <= count; i += k) store(result + i, load_as<Acc>(x + i));
+    for (; i + k <= count; i += k) store(result + i, load_as<Acc>(x + i));
+  for (; i + k <= count; i += k) {
+    Vector<Bits, k> gathered;
+#pragma GCC unroll 16
+    for (int lane = 0; lane < k; ++lane) gathered[lane] = load_bits<Bits>(x + (i + lane) * stride);
+    store(result + i, load_as<Acc>(reinterpret_cast<const T*>(&gathered)));
+  }
   for (; i < count; ++i) result[i] = static_cast<Acc>(x[i * stride]);
 }
 
