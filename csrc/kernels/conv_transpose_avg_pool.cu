@@ -320,10 +320,14 @@ struct StagedMover {
   }
 };
 
-// Barriers that the mover and the multipliers reach in different places of the code.
-__device__ inline void meet() { asm volatile("barrier.sync 0;" ::: "memory"); }
+// Barriers that the mover and the multipliers reach in different places of the code. A warp must arrive as one.
+__device__ inline void meet() {
+  __syncwarp();
+  asm volatile("bar.sync 0;" ::: "memory");
+}
 __device__ inline void meet_multipliers() {
-  asm volatile("barrier.sync 1, %0;" ::"n"(kStagedMultipliers * 32) : "memory");
+  __syncwarp();
+  asm volatile("bar.sync 1, %0;" ::"n"(kStagedMultipliers * 32) : "memory");
 }
 
 template <class T, int kJ0>
@@ -369,7 +373,6 @@ __device__ void move(const Convolution<T>& conv, const Staged& staged, const Sta
     if (mover.lane == 0) jobs[turn] = job;
     __pipeline_wait_prior(1);  // the job's plane has come,
     wait_for_bulk_reads();     // and its buffer of results is free
-    __syncwarp();
     meet();
     if (previous.task == StagedTask::kCompute && !by_rows && !exotic) mover.store(previous);
     if (job.task == StagedTask::kEnd) break;
