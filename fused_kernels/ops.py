@@ -52,6 +52,11 @@ def _list(size: Size) -> list[int]:
 # ---- wrappers ----------------------------------------------------------------------------------------------------
 
 
+def _pool_stride(pool_stride: Size, pool_kernel_size: Size) -> list[int]:
+    """As a list, since the schema's int[] takes no bare number; never empty, since AOTInductor makes None of that."""
+    return _list(pool_stride) or _list(pool_kernel_size)
+
+
 def global_avg_pool(input: Tensor) -> Tensor:
     r"""Mean of every plane: ``input.mean(dim=(2, ...), keepdim=True)``.
 
@@ -230,7 +235,7 @@ def conv_transpose_avg_pool(
         groups,
         _size(dilation),
         _size(pool_kernel_size),
-        [pool_stride] if type(pool_stride) is int else _size(pool_stride),  # int[] takes no bare number
+        _pool_stride(pool_stride, pool_kernel_size),
         scale1=_tensor(scale1),
         shift=_tensor(shift),
         scale2=_tensor(scale2),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_kernels
-from fused_kernels import _C, reference
+from fused_kernels import _C, _library, reference
 
 Arguments = dict[str, Any]
 
@@ -503,9 +505,38 @@ def test_exports_with_dynamic_sizes(inputs: Inputs, call: str) -> None:
             return op(x, **arguments)
 
     sizes = {dim: torch.export.Dim.AUTO for dim in (0, *range(2, x.dim()))}
-    exported = torch.export.export(Model(), (x,), dynamic_shapes=(sizes,)).module()
+    buffer = io.BytesIO()
+    torch.export.save(torch.export.export(Model(), (x,), dynamic_shapes=(sizes,)), buffer)
+    buffer.seek(0)
+    exported = torch.export.load(buffer).module()
     for other in (x, inputs.input(2, x.shape[1], *(size + 3 for size in x.shape[2:]))):
         assert torch.equal(exported(other), op(other, **arguments))
+
+
+@pytest.mark.slow
+def test_a_package_of_aot_inductor_runs_in_python_and_without_it(tmp_path: Path) -> None:
+    """The example, as its comments say it is built; each in a process of its own."""
+    examples = Path(__file__).parent.parent / "examples"
+    package, program = tmp_path / "model.pt2", tmp_path / "aot_inductor"
+
+    def run(*command: object) -> list[float]:
+        done = subprocess.run([str(part) for part in command], capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return [float(value) for value in done.stdout.split()]
+
+    expected = run(sys.executable, examples / "aot_inductor.py", package)
+    code = (
+        "import sys, torch, fused_kernels; model = torch._inductor.aoti_load_package(sys.argv[1]);"
+        "print(*model(torch.ones(2, 3, 9, 7, device='cuda' if torch.cuda.is_available() else 'cpu')).flatten().tolist())"
+    )
+    assert run(sys.executable, "-c", code, package) == pytest.approx(expected, rel=1e-5)
+
+    torch_dir = Path(torch.__file__).parent
+    cuda = ["-Wl,--no-as-needed", "-ltorch_cuda"] if torch.cuda.is_available() else []
+    includes = [f"-I{torch_dir / 'include'}", f"-I{torch_dir / 'include/torch/csrc/api/include'}"]
+    libraries = [f"-L{torch_dir / 'lib'}", f"-Wl,-rpath,{torch_dir / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", "-ldl"]
+    run("g++", "-std=c++17", examples / "aot_inductor.cpp", *includes, *libraries, *cuda, "-o", program)
+    assert run(program, _library.PATH, package) == pytest.approx(expected, rel=1e-5)
 
 
 def test_compiled_follows_changed_parameters(inputs: Inputs, fresh_compiler: None) -> None:
