@@ -87,7 +87,7 @@ gpu_python = $(outside) PYTHONPATH=$(GPU)/site $(PYTHON)
 sanitizer = $(or $(shell command -v compute-sanitizer 2>/dev/null),/usr/local/cuda/bin/compute-sanitizer)
 # Without torch's caching allocator, memcheck knows where each tensor ends; only this package's kernels are instrumented.
 sanitize = $(outside) PYTHONPATH=$(GPU)/site PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(sanitizer) --error-exitcode 1 \
-    --kernel-regex kns=fused --tool
+    --kernel-name kns=fused --tool
 
 .PHONY: gpu-check $(addprefix gpu-,$(GPU_STEPS))
 
