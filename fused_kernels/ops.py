@@ -1,14 +1,17 @@
-"""The ops: for each a wrapper, its fake kernel and its autograd rule. They compute in ``torch.ops.fused``.
+"""The ops: for each a wrapper, its fake kernel and its rules for autograd, autocast and vmap. They compute in
+``torch.ops.fused``.
 
 Every op is forward-only: it runs with gradients on, and ``backward`` then raises. Checks are the kernels' own (from
-``_C``), so an error reads the same from the op, the wrapper, a fake tensor and ``torch.compile``.
+``_C``), so an error reads the same from the op, the wrapper, a fake tensor, ``torch.vmap`` and ``torch.compile``.
 """
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 from torch.overrides import has_torch_function
 
@@ -65,7 +68,8 @@ def global_avg_pool(input: Tensor) -> Tensor:
             accumulate in float32.
 
     Returns:
-        (N, C, 1, ...) of the input's dtype. A plane without elements gives NaN, as ``torch.mean`` does.
+        (N, C, 1, ...) of the input's dtype, under autocast too. A plane without elements gives NaN. Both as in
+        :func:`torch.mean`.
 
     Raises:
         RuntimeError: the rank or dtype is another.
@@ -95,6 +99,10 @@ def conv_transpose_global_avg_pool(
     The mean over all outputs of a transposed convolution needs only the sum of each input channel, times the weight
     summed over its taps; where padding cuts the border off, sums and taps are taken per region.
 
+    Under :class:`torch.autocast` the tensors are cast to the ambient dtype, which is then the output's, as PyTorch's
+    convolutions do: all but those of float64, and a scale or shift that is taken by value. (The plain composition would
+    promote to float32 where a scale or shift of that dtype comes in.) Nothing else is ever cast.
+
     Args:
         input: (N, C_in, \*spatial) with 1 to 3 spatial dimensions; float32, float64, float16 or bfloat16.
         weight: (C_in, C_out/groups, \*kernel_size), as in :class:`torch.nn.ConvTranspose2d`.
@@ -105,7 +113,7 @@ def conv_transpose_global_avg_pool(
             input's dtype and device; or a number; or a 0-d CPU tensor, which is taken by value.
 
     Returns:
-        (N, C_out, 1, ...) of the input's dtype.
+        (N, C_out, 1, ...) of the input's dtype, or autocast's.
 
     Raises:
         RuntimeError: an argument is not as described, or does not give an output of positive size.
@@ -151,7 +159,7 @@ def conv_transpose_global_avg_pool_logsumexp(
         out_scale: multiplies the result.
 
     Returns:
-        (N, 1) of the input's dtype. A row of -inf gives -inf.
+        (N, 1) of the input's dtype, or autocast's. A row of -inf gives -inf.
 
     Raises:
         RuntimeError: as in :func:`conv_transpose_global_avg_pool`.
@@ -214,7 +222,8 @@ def conv_transpose_avg_pool(
             of the input's dtype and device; or a number; or a 0-d CPU tensor, which is taken by value.
 
     Returns:
-        (N, C_out, \*pooled) of the input's dtype.
+        (N, C_out, \*pooled) of the input's dtype, or autocast's, which is followed as in
+        :func:`conv_transpose_global_avg_pool`.
 
     Raises:
         RuntimeError: an argument is not as described, the pool is larger than the convolution's output, or its stride
@@ -242,7 +251,7 @@ def conv_transpose_avg_pool(
     )
 
 
-# ---- fake kernels ------------------------------------------------------------------------------------------------
+# ---- checks and fake kernels -------------------------------------------------------------------------------------
 
 _Info = tuple[list[Any], str, str] | None
 
@@ -266,60 +275,44 @@ def _is_channels_last(input: Tensor) -> bool:
     )
 
 
-@torch.library.register_fake("fused::global_avg_pool")
-def _(input: Tensor) -> Tensor:
-    return input.new_empty(_C.check_global_avg_pool(_info(input)))
+def _check_global_avg_pool(input: Tensor) -> list[Any]:
+    return _C.check_global_avg_pool(_info(input))
 
 
-def _fake_global(
-    op: str, logsumexp: bool, input: Tensor, weight: Tensor, bias: Tensor | None, args: tuple[Any, ...], factors: Any
-) -> Tensor:
-    return input.new_empty(
-        _C.check_conv_transpose_global_avg_pool(
-            op, logsumexp, _info(input), _info(weight), _info(bias), *args, *map(_info, factors)
+def _check_global(op: str, logsumexp: bool) -> Callable[..., list[Any]]:
+    def check(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Sequence[int] = (1,),
+        padding: Sequence[int] = (0,),
+        output_padding: Sequence[int] = (0,),
+        groups: int = 1,
+        dilation: Sequence[int] = (1,),
+        *,
+        scale: Tensor | None = None,
+        shift: Tensor | None = None,
+        out_scale: float = 1.0,
+    ) -> list[Any]:
+        return _C.check_conv_transpose_global_avg_pool(
+            op,
+            logsumexp,
+            _info(input),
+            _info(weight),
+            _info(bias),
+            stride,
+            padding,
+            output_padding,
+            groups,
+            dilation,
+            _info(scale),
+            _info(shift),
         )
-    )
+
+    return check
 
 
-@torch.library.register_fake("fused::conv_transpose_global_avg_pool")
-def _(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Sequence[int] = (1,),
-    padding: Sequence[int] = (0,),
-    output_padding: Sequence[int] = (0,),
-    groups: int = 1,
-    dilation: Sequence[int] = (1,),
-    *,
-    scale: Tensor | None = None,
-    shift: Tensor | None = None,
-) -> Tensor:
-    args = (stride, padding, output_padding, groups, dilation)
-    return _fake_global("conv_transpose_global_avg_pool", False, input, weight, bias, args, (scale, shift))
-
-
-@torch.library.register_fake("fused::conv_transpose_global_avg_pool_logsumexp")
-def _(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Sequence[int] = (1,),
-    padding: Sequence[int] = (0,),
-    output_padding: Sequence[int] = (0,),
-    groups: int = 1,
-    dilation: Sequence[int] = (1,),
-    *,
-    scale: Tensor | None = None,
-    shift: Tensor | None = None,
-    out_scale: float = 1.0,
-) -> Tensor:
-    args = (stride, padding, output_padding, groups, dilation)
-    return _fake_global("conv_transpose_global_avg_pool_logsumexp", True, input, weight, bias, args, (scale, shift))
-
-
-@torch.library.register_fake("fused::conv_transpose_avg_pool")
-def _(
+def _check_avg_pool(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -334,32 +327,50 @@ def _(
     scale1: Tensor | None = None,
     shift: Tensor | None = None,
     scale2: Tensor | None = None,
-) -> Tensor:
-    output = input.new_empty(
-        _C.check_conv_transpose_avg_pool(
-            _info(input),
-            _info(weight),
-            _info(bias),
-            stride,
-            padding,
-            output_padding,
-            groups,
-            dilation,
-            pool_kernel_size,
-            pool_stride,
-            _info(scale1),
-            _info(shift),
-            _info(scale2),
-        )
+) -> list[Any]:
+    return _C.check_conv_transpose_avg_pool(
+        _info(input),
+        _info(weight),
+        _info(bias),
+        stride,
+        padding,
+        output_padding,
+        groups,
+        dilation,
+        pool_kernel_size,
+        pool_stride,
+        _info(scale1),
+        _info(shift),
+        _info(scale2),
     )
-    return output.to(memory_format=_CHANNELS_LAST[input.dim()]) if _is_channels_last(input) else output
+
+
+# Each takes its op's arguments and gives the output's sizes, or raises the op's error.
+_CHECKS: dict[str, Callable[..., list[Any]]] = {
+    "global_avg_pool": _check_global_avg_pool,
+    "conv_transpose_global_avg_pool": _check_global("conv_transpose_global_avg_pool", False),
+    "conv_transpose_global_avg_pool_logsumexp": _check_global("conv_transpose_global_avg_pool_logsumexp", True),
+    "conv_transpose_avg_pool": _check_avg_pool,
+}
+
+
+def _fake(op: str) -> None:
+    @torch.library.register_fake(f"fused::{op}")
+    def _(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        output = input.new_empty(_CHECKS[op](input, *args, **kwargs))
+        if op == "conv_transpose_avg_pool" and _is_channels_last(input):
+            return output.to(memory_format=_CHANNELS_LAST[input.dim()])
+        return output
 
 
 # ---- autograd: forward-only --------------------------------------------------------------------------------------
 
-# torch.library.register_autograd does not see keyword-only tensors (scale, shift), whose gradient would silently be
-# lost; so the rule is registered one level lower.
+# The rules of torch.library (register_autograd, register_autocast, register_vmap) do not see keyword-only tensors
+# (scale, shift), whose gradient would silently be lost; so all three are registered one level lower.
 _registrations = torch.library.Library("fused", "IMPL")
+
+# The op whose batching rule is running, where one is: what it calls has its arguments cast already, and errors name it.
+_batching: ContextVar[str | None] = ContextVar("_batching", default=None)
 
 
 class _ForwardOnly(torch.autograd.Function):
@@ -413,9 +424,10 @@ def _forward_only(op: torch._ops.OpOverload) -> None:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if not needed and not _has_tangent(tensors):
             return call()
+        called = _batching.get() or name
         if torch._C._are_functorch_transforms_active():
-            raise RuntimeError(_no_backward_message(name))
-        return _ForwardOnly.apply(name, call, *tensors)
+            raise RuntimeError(_no_backward_message(called))
+        return _ForwardOnly.apply(called, call, *tensors)
 
     _registrations.impl(name, kernel, "Autograd", with_keyset=True)
 
@@ -466,13 +478,155 @@ def _(grad: Tensor, op: str) -> Tensor:
     return torch.empty_like(grad)
 
 
-for _packet in (
-    torch.ops.fused.global_avg_pool,
-    torch.ops.fused.conv_transpose_global_avg_pool,
-    torch.ops.fused.conv_transpose_global_avg_pool_logsumexp,
-    torch.ops.fused.conv_transpose_avg_pool,
-):
+# ---- autocast ----------------------------------------------------------------------------------------------------
+
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+_FOLLOW_AUTOCAST = _CHECKS.keys() - {"global_avg_pool"}  # torch.mean does not either
+
+
+def _cast(device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments in the ambient dtype: those that torch casts for a convolution, so no float64 and no integers.
+
+    Unlike there no cast is kept: torch keeps those of leaves that require a gradient until the outermost autocast ends,
+    and misses what is written into them.
+    """
+    dtype = torch.get_autocast_dtype(device_type)
+
+    def cast(value: Any) -> Any:
+        if (
+            not isinstance(value, Tensor)
+            or value.device.type != device_type
+            or not value.is_floating_point()
+            or value.dtype == torch.float64
+        ):
+            return value
+        return value.to(dtype)
+
+    # Scales and shifts, which are keyword-only, may have any dtype where they are taken by value, and keep it.
+    by_value = {n for n, v in kwargs.items() if isinstance(v, Tensor) and v.is_cpu and v.dim() == 0}
+    return tuple(map(cast, args)), {n: v if n in by_value else cast(v) for n, v in kwargs.items()}
+
+
+def _follow_autocast(op: torch._ops.OpOverload, device_type: str) -> None:
+    key = "Autocast" + torch._C._dispatch_key_for_device(device_type)
+    below_autocast = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if _batching.get() is None:
+            args, kwargs = _cast(device_type, args, kwargs)
+        return op.redispatch(keyset & below_autocast, *args, **kwargs)
+
+    _registrations.impl(op._schema.name.removeprefix("fused::"), kernel, key, with_keyset=True)
+
+
+# ---- vmap --------------------------------------------------------------------------------------------------------
+
+
+def _batch(op: torch._ops.OpOverload) -> None:
+    name = op._schema.name.removeprefix("fused::")
+    names = [argument.name for argument in op._schema.arguments]
+
+    def kernel(*args: Any, **kwargs: Any) -> Tensor:
+        called = _batching.get()
+        if called is None and name in _FOLLOW_AUTOCAST:  # while a scale that is taken by value still looks like one
+            for device_type in filter(torch.is_autocast_enabled, _AUTOCAST_DEVICES):
+                args, kwargs = _cast(device_type, args, kwargs)
+        interpreter = retrieve_current_functorch_interpreter()
+        level, size = interpreter.level(), interpreter.batch_size()
+        arguments: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+        dims: dict[str, int | None] = {}
+        for argument, value in arguments.items():
+            if isinstance(value, Tensor):
+                arguments[argument], dims[argument] = torch._C._functorch._unwrap_batched(value, level)
+        token = _batching.set(called or name)
+        try:
+            with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)):
+                if all(dim is None for dim in dims.values()):  # those of another vmap are
+                    return op(*args, **kwargs)
+                shape = _CHECKS[name](*args, **kwargs)  # of one call, and its errors
+                if size == 0:
+                    output, dim = arguments["input"].new_empty(0, *shape), 0
+                elif all(dim is None for argument, dim in dims.items() if argument != "input"):
+                    output, dim = _fold_into_samples(op, arguments, dims)
+                else:
+                    output, dim = _fold_into_channels(op, size, arguments, dims)
+        finally:
+            _batching.reset(token)
+        return torch._C._functorch._add_batch_dim(output, dim, level)
+
+    _registrations.impl(name, kernel, "FuncTorchBatched")
+
+
+# Both make one call of all, and say which dimension of its output tells them apart.
+
+
+def _fold_into_samples(
+    op: torch._ops.OpOverload, arguments: dict[str, Any], dims: dict[str, int | None]
+) -> tuple[Tensor, int]:
+    dim = dims["input"]
+    assert dim is not None
+    at = min(dim, 1)  # in front of the samples or behind them, where it needs no copy
+    x = arguments["input"].movedim(dim, at)
+    return op(**{**arguments, "input": x.flatten(0, 1)}).unflatten(0, x.shape[:2]), at
+
+
+def _fold_into_channels(
+    op: torch._ops.OpOverload, size: int, arguments: dict[str, Any], dims: dict[str, int | None]
+) -> tuple[Tensor, int]:
+    """With groups of their own; or, where all share the input, within the groups there are, so that it is read once."""
+    dtype = arguments["input"].dtype
+    factors = [argument for argument in dims if argument not in ("input", "weight", "bias")]
+    by_value = {n for n in factors if arguments[n].is_cpu and arguments[n].dim() == (0 if dims[n] is None else 1)}
+    # A logsumexp is taken afterwards, of each call's channels alone. What goes into it, and scales by value that become
+    # a tensor here, must not be rounded to a half type.
+    logsumexp = op is _OPS.conv_transpose_global_avg_pool_logsumexp.default
+    rounds = logsumexp or any(dims[n] is not None and arguments[n].dtype != dtype for n in by_value)
+    work = torch.float32 if rounds and dtype in (torch.float16, torch.bfloat16) else dtype
+    arguments = {**arguments, **{n: arguments[n].to(work) for n in dims if n not in by_value}}
+
+    x, weight, groups = arguments["input"], arguments["weight"], arguments.get("groups", 1)
+    weight = weight.expand(size, *weight.shape) if dims["weight"] is None else weight.movedim(dims["weight"], 0)
+    channels = weight.shape[2] * groups
+    shared = dims["input"] is None
+    if shared:
+        arguments["weight"] = weight.movedim(0, 1).flatten(1, 2)
+    else:
+        arguments["input"] = x.movedim(dims["input"], 1).flatten(1, 2)
+        arguments["weight"] = weight.flatten(0, 1)
+        arguments["groups"] = groups * size
+
+    for argument, dim in dims.items():
+        value = arguments[argument]
+        if argument in ("input", "weight"):
+            continue
+        if argument in factors and dim is None and value.numel() == 1:
+            continue  # holds for all channels as it is
+        rows = value.reshape(1, -1) if dim is None else value.movedim(dim, 0).reshape(size, -1)
+        rows = rows.to(work).expand(size, channels)
+        if shared:
+            rows = rows.unflatten(1, (groups, -1)).movedim(1, 0)
+        arguments[argument] = rows.flatten().to(x.device, non_blocking=True)
+
+    if logsumexp:
+        out_scale = arguments.pop("out_scale", 1.0)
+        op = _OPS.conv_transpose_global_avg_pool.default
+    output = op(**arguments)
+    output = output.unflatten(1, (groups if shared else 1, size, -1)).movedim(2, 1).flatten(2, 3)
+    if logsumexp:
+        output = torch.logsumexp(output.flatten(2), 2, keepdim=True) * out_scale
+    return output.to(dtype), 1  # (N, calls, C_out, ...)
+
+
+# ---- registration ------------------------------------------------------------------------------------------------
+
+for _name in _CHECKS:
+    _fake(_name)
+    _packet = getattr(_OPS, _name)
     _forward_only(_packet.default)
+    _batch(_packet.default)
+    if _name in _FOLLOW_AUTOCAST:
+        for _device_type in _AUTOCAST_DEVICES:
+            _follow_autocast(_packet.default, _device_type)
     _packet.default.__class__ = _Overload
     _packet.__class__ = _OverloadPacket
 

@@ -326,7 +326,6 @@ def test_dual_numbers_raise_without_gradients_too(inputs: Inputs, call: str) -> 
             op(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), **arguments)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_wrapped_tensors_raise(inputs: Inputs) -> None:
     """Where only what torch.func wraps needs a gradient."""
     x = inputs.input(2, 3, 5, 5)
