@@ -223,6 +223,18 @@ def test_compiled_agrees(inputs: Inputs, call: str, half: torch.dtype) -> None:
             assert same(compiled(arguments), op(**arguments))
 
 
+def test_callers_from_outside_python(inputs: Inputs) -> None:
+    """TorchScript's interpreter calls as C++ does."""
+
+    @torch.jit.script
+    def pool(x: Tensor, w: Tensor) -> Tensor:
+        return torch.ops.fused.conv_transpose_avg_pool(x, w)
+
+    x, w = inputs.input(2, 3, 5, 5), inputs.weight(3, 4, 3, 3)
+    with autocast(inputs, torch.bfloat16):
+        assert same(pool(x, w), fused_kernels.conv_transpose_avg_pool(x.bfloat16(), w.bfloat16()))
+
+
 @pytest.mark.slow
 @every_half
 def test_inductor_agrees(inputs: Inputs, half: torch.dtype) -> None:

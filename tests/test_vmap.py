@@ -136,6 +136,18 @@ def test_nested(inputs: Inputs, call: str) -> None:
             assert_close(ours, exact(CALLS[call][0], arguments), magnitude(CALLS[call][0], arguments))
 
 
+@every_small_call
+def test_within_a_vmap_over_something_else(inputs: Inputs, call: str) -> None:
+    """Tensors that only the outer of two maps over; and chunks of calls."""
+    op, arguments = make(call, inputs)
+    x = arguments.pop("input")
+    xs, ys = torch.stack([x, x.flip(0)]), inputs.channels(3)
+    expected = torch.stack([op(x, **arguments) for x in xs])
+    inner = torch.vmap(lambda x, y: op(x, **arguments) + 0 * y, (None, 0))
+    assert torch.equal(torch.vmap(inner, (0, None))(xs, ys), expected[:, None].expand(-1, 3, *expected.shape[1:]))
+    assert torch.equal(torch.vmap(lambda x: op(x, **arguments), chunk_size=1)(xs), expected)
+
+
 @pytest.mark.parametrize("form", [(), (1,), (6,), (6, 1, 1), (1, 6, 1, 1), (1, 1, 1, 1)], ids=str)
 @pytest.mark.parametrize(
     ("op", "name"), [(A0, "scale"), (A0, "shift"), (A, "shift"), (B, "scale1"), (B, "shift"), (B, "scale2")]
@@ -318,9 +330,8 @@ def test_fake_and_compiled(inputs: Inputs, call: str) -> None:
         arguments = batch(calls, dims)
         ours = vmapped(op, arguments, dims)
         with FakeTensorMode() as mode:
-            fake = vmapped(
-                op, {n: mode.from_tensor(v) if isinstance(v, Tensor) else v for n, v in arguments.items()}, dims
-            )
+            fakes = {n: mode.from_tensor(v) if isinstance(v, Tensor) else v for n, v in arguments.items()}
+            fake = vmapped(op, fakes, dims)
         assert (ours.shape, ours.dtype, ours.stride()) == (fake.shape, fake.dtype, fake.stride())
         compiled = torch.compile(lambda arguments: vmapped(op, arguments, dims), backend="aot_eager", fullgraph=True)  # noqa: B023
         assert same(compiled(arguments), ours)
