@@ -10,6 +10,7 @@ import torch
 from conftest import A0, A, B, G, Inputs, cuda_only
 from test_integration import CALLS, Arguments, make
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch._subclasses import FakeTensorMode
 
 import fused_kernels
@@ -241,7 +242,8 @@ def test_inductor_agrees(inputs: Inputs, half: torch.dtype) -> None:
     op, arguments = make("B, staged", inputs)
     torch._dynamo.reset()
     compiled = torch.compile(lambda arguments: op(**arguments), fullgraph=True)
-    with autocast(inputs, half):
+    # In torch 2.10 the key of this cache lacks autocast's dtype, for torch's convolutions as well.
+    with functorch_config.patch(enable_autograd_cache=False), autocast(inputs, half):
         for _ in range(2):
             assert same(compiled(arguments), op(**arguments))
             arguments["weight"].mul_(-1.5)
