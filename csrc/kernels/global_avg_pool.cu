@@ -825,15 +825,12 @@ void launch_column_sums(const CudaContext& cuda, const GlobalPoolPlan& plan, con
               static_cast<unsigned>(plan.channel_blocks), cells, store, taps);
 }
 
-// The kernels read contiguous and channels_last inputs of any rank; others are copied.
-bool reads_channels_last(const Tensor& input) { return !input.is_contiguous() && is_channels_last(input); }
-
 Tensor global_avg_pool_cuda(const Tensor& input) {
   const Ints output_sizes = check_global_avg_pool(info(input));
   const CudaContext cuda("global_avg_pool", input);
   Tensor output = empty(output_sizes, input.scalar_type(), input);
   const auto sizes = input.sizes();
-  const bool channels_last = reads_channels_last(input);
+  const bool channels_last = is_only_channels_last(input);  // read in place, as contiguous is; others are copied
   const auto problem =
       global_pool_problem({sizes.begin(), sizes.end()}, static_cast<int>(input.element_size()), channels_last);
   const GlobalPoolPlan plan = plan_global_avg_pool(problem, cuda.properties());
@@ -886,7 +883,7 @@ Tensor run_chain(const char* op, bool logsumexp, const Tensor& input, const Tens
   const Regions regions = device_regions(conv, segments);
   const CudaContext cuda(op, input);
   Tensor output = empty(checked.output, input.scalar_type(), input);
-  const bool channels_last = reads_channels_last(input);
+  const bool channels_last = is_only_channels_last(input);  // read in place, as contiguous is; others are copied
   const auto problem =
       global_pool_problem(conv, logsumexp, static_cast<int>(input.element_size()), channels_last, segments);
   const GlobalPoolPlan plan = plan_global_avg_pool(problem, cuda.properties());

@@ -74,10 +74,11 @@ inline bool is_channels_last(const Tensor& tensor) {
   return fits(0) && result;
 }
 
+// The same of a tensor that is not contiguous as well, as one with a single channel or position is.
+inline bool is_only_channels_last(const Tensor& tensor) { return !tensor.is_contiguous() && is_channels_last(tensor); }
+
 // Whether an output with spatial dimensions takes this memory format from the input, as PyTorch's convolutions do.
-inline bool wants_channels_last(const Tensor& input) {
-  return input.dim() > 3 && is_channels_last(input) && !input.is_contiguous();
-}
+inline bool wants_channels_last(const Tensor& input) { return input.dim() > 3 && is_only_channels_last(input); }
 
 // An uninitialised tensor on the device of `like`.
 inline Tensor empty(const Ints& sizes, ScalarType dtype, const Tensor& like, bool channels_last = false) {
