@@ -1,5 +1,5 @@
-// Launch plan of conv_transpose_avg_pool: a pure function of shape and device. The kernel does not depend on the batch, so
-// a sample's result is the same bits in every batch.
+// Launch plan of conv_transpose_avg_pool: a pure function of shape and device. Every output is computed alike in every
+// batch, so a sample's result is the same bits.
 #pragma once
 
 #include <algorithm>
@@ -39,14 +39,16 @@ struct AvgPoolPlan : Plan {
   PoolKernel kernel = PoolKernel::kNone;
 };
 
-inline constexpr int kStagedThreads = 256;
-inline constexpr int kStagedRows = 16;      // of a tile
-inline constexpr int kStagedColumns = 32;   // of a tile
-inline constexpr int kStagedChannels = 16;  // output channels at a time
-inline constexpr int kStagedPitch = 176;    // bytes of a row of inputs: rows of taps fall on different banks
-inline constexpr int64_t kMostStagedUnits = 1 << 30;
-inline constexpr int kStagedBlocks = 3;        // per multiprocessor: what the registers allow
-inline constexpr int kStagedResultPitch = 40;  // the same for results, floats
+inline constexpr int kStagedMultipliers = 4;  // warps; with eight of them or one row a warp it took as long
+inline constexpr int kStagedThreads = 32 * kStagedMultipliers + 32;
+inline constexpr int kStagedRows = 16;       // of a tile; with 8 it took 70 us instead of 60,
+inline constexpr int kFewStagedRows = 8;     // but 11.6 instead of 12.7 at batch 1, where blocks are few
+inline constexpr int kStagedWarpRows = 2;    // of these that a warp computes at once
+inline constexpr int kStagedColumns = 32;    // of a tile
+inline constexpr int kStagedChannels = 16;   // output channels at a time
+inline constexpr int kStagedSlots = 4;       // input planes: two in use, two on their way
+inline constexpr int kMostStagedBlocks = 3;  // per multiprocessor: what the registers allow
+inline constexpr int64_t kMostStaged = 1 << 30;
 inline constexpr int kDirectThreads = 256;
 inline constexpr int kDirectChannels = 4;  // output channels of a thread
 
@@ -56,21 +58,53 @@ inline int64_t taps_of(const AvgPoolProblem& problem) {
   return taps;
 }
 
-// V in float64, affine parameters, results and two tiles of inputs, bytes.
-inline int64_t staged_shared_memory(const AvgPoolProblem& problem) {
-  const int64_t channels = ceil_div(problem.out_channels, kStagedChannels) * kStagedChannels;
-  const int64_t results = kStagedThreads / 32 * kStagedChannels * kStagedResultPitch * 4;
-  const int64_t tile = problem.in_channels * problem.dims[0].offsets().size() * (kStagedRows + 1) * kStagedPitch;
-  return problem.in_channels * channels * 8 * 8 + channels * 16 + results + 2 * tile;
+// Sizes of the staged kernel's shared arrays, in elements of the dtype.
+struct StagedLayout {
+  int rows = 0;             // of outputs of a tile
+  int slot = 0;             // one input plane of all channels in the ring
+  bool whole_rows = false;  // of the output in a tile: its results of a channel are one run there
+  int result_row = 0;       // from one row of results to the next
+  int result_pitch = 0;     // from one channel of results to the next
+};
+
+inline StagedLayout staged_layout(const AvgPoolProblem& problem, int rows) {
+  const int64_t size = 16 / problem.itemsize, columns = std::min<int64_t>(problem.dims[2].output(), kStagedColumns);
+  // Whole vectors, by as many as let the lanes of a warp meet different banks.
+  const auto vectors = [size](int64_t elements, int64_t remainder) {
+    int64_t count = ceil_div(elements, size);
+    while (count % 8 != remainder) ++count;
+    return static_cast<int>(count * size);
+  };
+  StagedLayout layout;
+  layout.rows = rows;
+  layout.slot = vectors(problem.in_channels * (rows + 1) * (kStagedColumns + size), 4);
+  // Whole rows follow one another without a gap, as in the output.
+  layout.whole_rows = columns == problem.dims[2].output();
+  layout.result_row = static_cast<int>(layout.whole_rows ? columns : columns + size);
+  layout.result_pitch = vectors(rows * layout.result_row + size, 1);
+  return layout;
 }
 
-// Tiles of one sample.
-inline int64_t staged_units(const AvgPoolProblem& problem) {
-  return problem.dims[0].output() * ceil_div(problem.dims[1].output(), kStagedRows) *
+// V, its factors and what is added to its products, two buffers of results and the ring of inputs, bytes.
+inline int64_t staged_shared_memory(const AvgPoolProblem& problem, int rows) {
+  const StagedLayout layout = staged_layout(problem, rows);
+  const int64_t channels = ceil_div(problem.out_channels, kStagedChannels) * kStagedChannels;
+  return (problem.in_channels * 8 + 2) * channels * 8 +
+         (2 * kStagedChannels * layout.result_pitch + kStagedSlots * layout.slot) * problem.itemsize;
+}
+
+// Planes of outputs of all tiles of one sample.
+inline int64_t staged_steps(const AvgPoolProblem& problem, int rows) {
+  return problem.dims[0].output() * ceil_div(problem.dims[1].output(), rows) *
          ceil_div(problem.dims[2].output(), kStagedColumns);
 }
 
-// The staged kernel takes collapsed taps of 1 or 2 x 2 x 2 at stride 1 that never reach over the input's border.
+inline int staged_rows(const AvgPoolProblem& problem, const DeviceProperties& device) {
+  return problem.batch < ceil_div(device.multiprocessors, staged_steps(problem, kStagedRows)) ? kFewStagedRows
+                                                                                              : kStagedRows;
+}
+
+// The staged kernel takes collapsed taps of 1 or 2 x 2 x 2 at stride 1.
 inline bool fits_staged(const AvgPoolProblem& problem, const DeviceProperties& device) {
   // Only these have float64 tensor cores that are worth it.
   if (device.compute_capability != 90 && device.compute_capability != 100) return false;
@@ -79,15 +113,18 @@ inline bool fits_staged(const AvgPoolProblem& problem, const DeviceProperties& d
     const PoolDim& dim = problem.dims[d];
     const Range offsets = dim.offsets();
     if (dim.step() != 1 || offsets.size() > 2 || (d > 0 && offsets.size() != 2) || offsets.size() == 0) return false;
-    if (offsets.begin < 0 || dim.output() - 1 + offsets.end > dim.conv.input || dim.conv.kernel > 64) return false;
+    if (dim.conv.kernel > 64 || std::abs(offsets.begin) > kMostStaged || dim.output() > kMostStaged) return false;
     for (int64_t j = offsets.begin; j < offsets.end; ++j)
       if (dim.is_hole(j)) return false;
   }
-  // It computes with 32 bits within planes, weights and the count of tiles.
-  if (problem.dims[1].conv.input * problem.dims[2].conv.input > kMostStagedUnits ||
-      problem.dims[0].conv.input > kMostStagedUnits || staged_units(problem) > kMostStagedUnits)
+  // It computes with 32 bits within weights and the count of steps. (Sizes are checked first: products could overflow.)
+  for (const PoolDim& dim : problem.dims)
+    if (dim.conv.input > kMostStaged) return false;
+  if (problem.in_channels > 4096 || problem.out_channels > 4096 ||
+      problem.dims[1].output() * problem.dims[2].output() > kMostStaged ||
+      staged_steps(problem, kFewStagedRows) > kMostStaged)
     return false;
-  return staged_shared_memory(problem) <= device.shared_memory_per_block;
+  return staged_shared_memory(problem, kStagedRows) <= device.shared_memory_per_block;
 }
 
 inline AvgPoolPlan plan_conv_transpose_avg_pool(const AvgPoolProblem& problem, const DeviceProperties& device) {
@@ -111,10 +148,12 @@ inline AvgPoolPlan plan_conv_transpose_avg_pool(const AvgPoolProblem& problem, c
   if (fits_staged(problem, device)) {
     plan.variant = "planes staged in shared memory";
     plan.kernel = PoolKernel::kStaged;
-    const int64_t shared_memory = staged_shared_memory(problem);
-    const int64_t blocks =
-        device.multiprocessors * std::clamp<int64_t>(device.shared_memory_per_block / shared_memory, 1, kStagedBlocks);
-    plan.add("staged_conv", std::min(problem.batch * staged_units(problem), blocks), kStagedThreads, shared_memory);
+    const int rows = staged_rows(problem, device);
+    const int64_t shared_memory = staged_shared_memory(problem, rows);
+    const int64_t blocks = device.multiprocessors *
+                           std::clamp<int64_t>(device.shared_memory_per_block / shared_memory, 1, kMostStagedBlocks);
+    plan.add("staged_conv", std::min(problem.batch * staged_steps(problem, rows), blocks), kStagedThreads,
+             shared_memory);
     return plan;
   }
   plan.variant = "one thread a position";
