@@ -5,6 +5,7 @@
 //
 // Bytes: the input and the output once. At (128, 3, 16, 32, 32) -> 16 channels on H200: 144 MB, 33 us; 0.7 G multiply-adds,
 // 21 us of plain FMA.
+#include <cuda_awbarrier_primitives.h>
 #include <cuda_pipeline.h>
 
 #include "conv_transpose_avg_pool.h"
@@ -107,6 +108,20 @@ struct StagedJob {
   int buffer;         // of results
   int rows, columns;  // of the tile that exist
   int n, z, y, x;     // its first output
+};
+
+// What the warps of a block tell each other.
+struct StagedSignals {
+  __mbarrier_t barrier;
+  StagedJob jobs[2];
+  int exotic;  // whether V or the factors are not what the tensor cores may be trusted with
+
+  // The barrier of the block, which the mover and the multipliers reach in different places of the code.
+  __device__ void meet() {
+    const __mbarrier_token_t token = __mbarrier_arrive(&barrier);
+    while (!__mbarrier_try_wait(&barrier, token, 1000000)) {
+    }
+  }
 };
 
 // The carve-up of a block's shared memory.
@@ -320,19 +335,9 @@ struct StagedMover {
   }
 };
 
-// Barriers that the mover and the multipliers reach in different places of the code. A warp must arrive as one.
-__device__ inline void meet() {
-  __syncwarp();
-  asm volatile("bar.sync 0;" ::: "memory");
-}
-__device__ inline void meet_multipliers() {
-  __syncwarp();
-  asm volatile("bar.sync 1, %0;" ::"n"(kStagedMultipliers * 32) : "memory");
-}
-
 template <class T, int kJ0>
-__device__ void move(const Convolution<T>& conv, const Staged& staged, const StagedMemory<T>& memory, StagedJob* jobs,
-                     const int& exotic) {
+__device__ void move(const Convolution<T>& conv, const Staged& staged, const StagedMemory<T>& memory,
+                     StagedSignals& signals) {
   const StagedMover<T, kJ0> mover(conv, staged, memory);
   const int groups = (staged.out_channels + kStagedChannels - 1) / kStagedChannels;
   const int share = staged.steps / gridDim.x, rest = staged.steps % gridDim.x, block = blockIdx.x;
@@ -351,6 +356,7 @@ __device__ void move(const Convolution<T>& conv, const Staged& staged, const Sta
   };
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) fetch(i);
+  signals.meet();  // in collapse_weights
   StagedJob previous{};
   int slot = 0, group = 0, buffer = 0;
   for (int turn = 0;; turn ^= 1) {
@@ -369,11 +375,11 @@ __device__ void move(const Convolution<T>& conv, const Staged& staged, const Sta
              at.y,
              at.x};
     }
-    if (mover.lane == 0) jobs[turn] = job;
+    if (mover.lane == 0) signals.jobs[turn] = job;
     __pipeline_wait_prior(1);  // the job's plane has come,
     wait_for_bulk_reads();     // and its buffer of results is free
-    meet();
-    if (previous.task == StagedTask::kCompute && staged.layout.whole_rows && !exotic) mover.store(previous);
+    signals.meet();
+    if (previous.task == StagedTask::kCompute && staged.layout.whole_rows && !signals.exotic) mover.store(previous);
     if (job.task == StagedTask::kEnd) break;
     if (group == 0) fetch((slot + 2) % kStagedSlots);
     if (job.task == StagedTask::kCompute) buffer ^= 1;
@@ -390,7 +396,7 @@ __device__ void move(const Convolution<T>& conv, const Staged& staged, const Sta
 // V times the factors into shared memory, and what bias and shift add.
 template <class T>
 __device__ void collapse_weights(const Convolution<T>& conv, const Staged& staged, const StagedMemory<T>& memory,
-                                 int& exotic) {
+                                 StagedSignals& signals) {
   using Element = typename StagedTypes<T>::Element;
   constexpr int kThreads = kStagedMultipliers * 32, kTerms = StagedTypes<T>::kTerms;
   const int out_channels = staged.out_channels, groups = (out_channels + kStagedChannels - 1) / kStagedChannels;
@@ -411,8 +417,8 @@ __device__ void collapse_weights(const Convolution<T>& conv, const Staged& stage
     memory.base[c] = static_cast<Element>(own(0));
     trusted &= isfinite(memory.base[c]);
   }
-  if (threadIdx.x == 0) exotic = false;
-  meet_multipliers();
+  if (threadIdx.x == 0) signals.exotic = false;
+  signals.meet();
 #pragma unroll 1
   for (int i = threadIdx.x; i < staged.in_channels * groups * 128; i += kThreads) {
     // Element e of a lane: of output channel g or g + 8, at offset (t / 2, e / 2, t % 2).
@@ -438,16 +444,16 @@ __device__ void collapse_weights(const Convolution<T>& conv, const Staged& stage
       trusted &= sum == 0 || (fabs(sum) < 1e30 && fabs(sum) > 1e-25);
     }
   }
-  if (!trusted) exotic = true;
+  if (!trusted) signals.exotic = true;
 }
 
 template <class T, int kJ0>
 __device__ void multiply(const Convolution<T>& conv, const Staged& staged, const StagedMemory<T>& memory,
-                         const StagedJob* jobs, int& exotic) {
+                         StagedSignals& signals) {
   using Element = typename StagedTypes<T>::Element;
   using Mover = StagedMover<T, kJ0>;
   constexpr int kPitch = Mover::kPitch, kTerms = StagedTypes<T>::kTerms, kTiles = kStagedColumns / 8;
-  collapse_weights(conv, staged, memory, exotic);
+  collapse_weights(conv, staged, memory, signals);
   const int groups = (staged.out_channels + kStagedChannels - 1) / kStagedChannels;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int64_t volume = static_cast<int64_t>(staged.out[0]) * staged.out[1] * staged.out[2];
@@ -456,9 +462,9 @@ __device__ void multiply(const Convolution<T>& conv, const Staged& staged, const
   StagedJob previous{};
   for (int turn = 0;; turn ^= 1) {
     publish_results();
-    meet();
+    signals.meet();
     // What is no run in the output goes row by row.
-    if (!staged.layout.whole_rows && previous.task == StagedTask::kCompute && !exotic) {
+    if (!staged.layout.whole_rows && previous.task == StagedTask::kCompute && !signals.exotic) {
       T* tile = tile_of(conv, staged, previous);
       const T* results = memory.results + previous.buffer * kStagedChannels * staged.layout.result_pitch;
       const int channels = min(kStagedChannels, staged.out_channels - previous.group * kStagedChannels);
@@ -470,14 +476,14 @@ __device__ void multiply(const Convolution<T>& conv, const Staged& staged, const
             tile[c * volume + static_cast<int64_t>(row) * staged.out[2] + lane] =
                 results[result_at(staged, tile, c, row) + lane];
         }
-      __syncwarp();  // products need all lanes
     }
-    const StagedJob job = jobs[turn];
+    __syncwarp();  // products need all lanes
+    const StagedJob job = signals.jobs[turn];
     previous = job;
     if (job.task == StagedTask::kEnd) return;
     if (job.task == StagedTask::kLoad) continue;
     T* tile = tile_of(conv, staged, job);
-    if (exotic) {
+    if (signals.exotic) {
       const int channels = min(kStagedChannels, staged.out_channels - job.group * kStagedChannels);
 #pragma unroll 1
       for (int i = threadIdx.x; i < channels * job.rows * job.columns; i += kStagedMultipliers * 32) {
@@ -564,13 +570,14 @@ template <class T, int kJ0>
 __global__ void __launch_bounds__(kStagedThreads, StagedTypes<T>::kBlocks)
     staged_conv(const __grid_constant__ Convolution<T> conv, const __grid_constant__ Staged staged) {
   extern __shared__ __align__(16) double shared[];
-  __shared__ StagedJob jobs[2];
-  __shared__ int exotic;  // whether V or the factors are not what the tensor cores may be trusted with
+  __shared__ StagedSignals signals;
   const StagedMemory<T> memory(staged, shared);
+  if (threadIdx.x == 0) __mbarrier_init(&signals.barrier, kStagedThreads);
+  __syncthreads();
   if (threadIdx.x < kStagedMultipliers * 32)
-    multiply<T, kJ0>(conv, staged, memory, jobs, exotic);
+    multiply<T, kJ0>(conv, staged, memory, signals);
   else
-    move<T, kJ0>(conv, staged, memory, jobs, exotic);
+    move<T, kJ0>(conv, staged, memory, signals);
 }
 
 // What the kernel below adds up in: in float32 its error would exceed that of the composition, whose pool averages
