@@ -88,20 +88,19 @@ struct GlobalPoolPlan : Plan {
   int64_t column_blocks = 1;   // finishing blocks per sample
 };
 
-inline constexpr int64_t kWarpBytes = 4096;       // what a warp takes of a chunk
+inline constexpr int64_t kWarpBytes =
+    4096;  // what a warp takes of a chunk at once; half types have half as many loads in flight
 inline constexpr int kMaxWarps = 8;               // per chunk
 inline constexpr int64_t kMaxChunks = 1024;       // partial sums per plane that a finishing block has to add up
 inline constexpr int64_t kTilePlaneBytes = 2048;  // below this a warp cannot fill its loads from one plane
 inline constexpr int64_t kTileBytes = 24576;      // staged in shared memory: nine blocks fit a multiprocessor of H200
 inline constexpr int kTileThreads = 128;
 inline constexpr int64_t kBoxBytes = 65536;
-inline constexpr int kBoxLoads = 4;     // in flight per thread
-inline constexpr int kBoxBlocks = 4;    // per multiprocessor, which the registers allow
+inline constexpr int kBoxBlocks = 2;    // per multiprocessor, which the registers allow
 inline constexpr int kChunksAhead = 8;  // partial sums that a lane of a finishing block has in flight
 
 // channels_last. A block's row of threads takes up to 1024 bytes side by side.
 inline constexpr int kColumnThreads = 256;
-inline constexpr int kColumnBlocks = 3;      // per multiprocessor, which the registers allow
 inline constexpr int kCellLoads = 8;         // in flight per thread, of 16 bytes
 inline constexpr int kScalarCellLoads = 16;  // of one element
 inline constexpr int kMaxColumns = 64;       // H200, (256, 2048, 7, 7) float32: 1.23 times a pure read, with 32 1.39
@@ -145,7 +144,8 @@ inline GlobalPoolPlan plan_global_avg_pool(const GlobalPoolProblem& problem, con
     plan.sum = SumKernel::kNone;
     return plan;
   }
-  plan.warps = power_of_two_at_least(ceil_div(plane_bytes, kWarpBytes), kMaxWarps);
+  plan.warps =
+      power_of_two_at_least(ceil_div(plane_bytes, problem.itemsize == 2 ? kWarpBytes / 2 : kWarpBytes), kMaxWarps);
   if (problem.chain && !problem.boxes && problem.channels * plane_bytes <= kSampleBytes &&
       pairs * problem.taps * problem.itemsize <= kSampleBytes && problem.channels + pairs <= kSamplePairs) {
     plan.variant = "one block a sample";
@@ -195,7 +195,7 @@ inline GlobalPoolPlan plan_global_avg_pool(const GlobalPoolProblem& problem, con
     const int64_t rounds = std::clamp<int64_t>(kTileBytes / std::max<int64_t>(1, once * plane_bytes), 1, 16);
     plan.planes = static_cast<int>(once * rounds);
     plan.add("tile_sums", plan.tap_blocks + ceil_div(planes, plan.planes), kTileThreads,
-             plan.planes * plane_bytes + 16);
+             plan.planes * plane_bytes + 32);  // room for the source's place in its vector, and a word behind the last
   } else {
     plan.variant = "chunks of planes";
     plan.sum = SumKernel::kChunk;

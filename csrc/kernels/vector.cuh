@@ -72,7 +72,28 @@ __device__ uint4 load_streaming_bits(const T* address) {
   return __ldcs(reinterpret_cast<const uint4*>(address));
 }
 
-// The values in 8 bytes, taken from 32-bit words: from an array of a half type, the compiler would shuffle them first.
+// The same from any address.
+template <class T>
+__device__ uint4 gather_bits(const T* address) {
+  uint4 bits;
+#pragma unroll
+  for (int q = 0; q < Vector<T>::kSize; ++q) reinterpret_cast<T*>(&bits)[q] = address[q];
+  return bits;
+}
+
+// The two values of a half type in a word. (From an array of that type, the compiler would shuffle them first.)
+template <class T>
+__device__ void unpack(unsigned word, float (&values)[2]) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const float2 pair = __half22float2(reinterpret_cast<const __half2&>(word));
+    values[0] = pair.x;
+    values[1] = pair.y;
+  } else {
+    values[0] = __uint_as_float(word << 16);
+    values[1] = __uint_as_float(word & 0xffff0000u);
+  }
+}
+// The values in 8 bytes.
 template <class T>
 __device__ void unpack(const uint2& bits, Accumulator<T> (&values)[8 / sizeof(T)]) {
   if constexpr (std::is_same_v<T, double>) {
@@ -81,18 +102,13 @@ __device__ void unpack(const uint2& bits, Accumulator<T> (&values)[8 / sizeof(T)
     values[0] = __uint_as_float(bits.x);
     values[1] = __uint_as_float(bits.y);
   } else {
-    const unsigned words[2] = {bits.x, bits.y};
-#pragma unroll
-    for (int w = 0; w < 2; ++w) {
-      if constexpr (std::is_same_v<T, __half>) {
-        const float2 pair = __half22float2(reinterpret_cast<const __half2&>(words[w]));
-        values[2 * w] = pair.x;
-        values[2 * w + 1] = pair.y;
-      } else {
-        values[2 * w] = __uint_as_float(words[w] << 16);
-        values[2 * w + 1] = __uint_as_float(words[w] & 0xffff0000u);
-      }
-    }
+    float low[2], high[2];
+    unpack<T>(bits.x, low);
+    unpack<T>(bits.y, high);
+    values[0] = low[0];
+    values[1] = low[1];
+    values[2] = high[0];
+    values[3] = high[1];
   }
 }
 // Those in 16 bytes.
