@@ -15,7 +15,7 @@ struct GlobalPoolProblem {
   int64_t plane = 0;  // elements
   int itemsize = 4;
   bool channels_last = false;  // the input lies in memory as (N, plane, C)
-  // Where border cells of the plane meet fewer taps, the sums are taken per region: a grid of boxes.
+  // Where not all cells of the plane meet all taps, the sums are taken per region: a grid of boxes.
   bool boxes = false;
   int64_t regions = 1;
   int64_t row_length = 0;  // innermost spatial size
@@ -48,7 +48,11 @@ inline GlobalPoolProblem global_pool_problem(const ConvTranspose<int64_t>& conv,
   GlobalPoolProblem problem = global_pool_problem(sizes, itemsize, channels_last);
   for (int d = 0; d < conv.spatial_dims; ++d) {
     problem.regions *= static_cast<int64_t>(segments[d].segments.size());
-    if (segments[d].segments != std::vector<Range>{{0, conv.input[d]}}) problem.boxes = true;
+    // Unless there is one region, the whole plane, that every tap meets.
+    const std::vector<Range>& runs = segments[d].tap_range;
+    if (segments[d].segments != std::vector<Range>{{0, conv.input[d]}} ||
+        std::any_of(runs.begin(), runs.end(), [](const Range& run) { return run.size() == 0; }))
+      problem.boxes = true;
     problem.taps *= conv.kernel[d];
   }
   problem.chain = true;
