@@ -175,9 +175,9 @@ struct TapSums {
   }
 };
 
-template <class T>
-__device__ Accumulator<T> vector_sum(const Vector<T>& vector) {
-  Accumulator<T> values[Vector<T>::kSize];
+template <class Acc, class T>
+__device__ Acc vector_sum(const Vector<T>& vector) {
+  Acc values[Vector<T>::kSize];
 #pragma unroll
   for (int q = 0; q < Vector<T>::kSize; ++q) values[q] = to_accumulator(vector.values[q]);
   return tree_sum(values);
@@ -194,9 +194,8 @@ constexpr int kUnroll = sizeof(T) == 2 ? 4 : 8;
 template <class T>
 constexpr int kChunkBlocks = sizeof(T) == 2 ? 6 : 4;  // per multiprocessor: what the registers of kUnroll loads allow
 
-template <class T>
+template <class Acc, class T>
 __device__ double strided_sum(const T* x, int64_t n, int lane, int lanes) {
-  using Acc = Accumulator<T>;
   constexpr int kLoads = kUnroll<T>;
   constexpr int kSize = Vector<T>::kSize;
   const bool whole_vectors = is_vector_aligned(x) && n % kSize == 0;
@@ -213,7 +212,7 @@ __device__ double strided_sum(const T* x, int64_t n, int lane, int lanes) {
         loaded[u] =
             base + u * step < n ? load_streaming(reinterpret_cast<const Vector<T>*>(x + base + u * step)) : Vector<T>{};
 #pragma unroll
-      for (int u = 0; u < kLoads; ++u) sums[u] = vector_sum(loaded[u]);
+      for (int u = 0; u < kLoads; ++u) sums[u] = vector_sum<Acc>(loaded[u]);
     } else {
 #pragma unroll
       for (int u = 0; u < kLoads; ++u) {
@@ -248,7 +247,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kChunkBlocks<T>)
   if (item < planes * chunks) {
     const int64_t begin = item % chunks * chunk_elements;
     const int64_t end = begin + chunk_elements < plane ? begin + chunk_elements : plane;
-    sum = strided_sum(input + item / chunks * plane + begin, end - begin, threadIdx.x % (warps * 32), warps * 32);
+    sum = strided_sum<Accumulator<T>>(input + item / chunks * plane + begin, end - begin, threadIdx.x % (warps * 32),
+                                      warps * 32);
   }
   sum = warp_sum(sum);
   if (warps == 1) {
@@ -353,9 +353,8 @@ __global__ void __launch_bounds__(kTileThreads)
 
 // Adds up kWidth neighbouring channels over `cells` cells, which the walk goes through. Each channel's loads add up pairwise
 // and their sums in float64, as above.
-template <class T, int kWidth, class Walk>
+template <class Acc, int kWidth, class T, class Walk>
 __device__ void cell_sums(const T* x, Walk walk, int cells, double (&sums)[kWidth]) {
-  using Acc = Accumulator<T>;
   constexpr int kLoads = kWidth > 1 ? kCellLoads : kScalarCellLoads;
   if constexpr (kWidth == 1) {
     for (; cells > 0; cells -= kLoads) {
@@ -482,8 +481,8 @@ __global__ void __launch_bounds__(kColumnThreads, Store::kColumnBlocks)
     const int row_cells = rows_share(mine.size(), row, rows);
     double sums[kWidth] = {};
     if (is_column)
-      cell_sums<T, kWidth>(input + (sample * plane + cells.begin(region)) * channels + channel,
-                           cells.walk(region, mine.begin + row, rows, channels), row_cells, sums);
+      cell_sums<Accumulator<T>, kWidth>(input + (sample * plane + cells.begin(region)) * channels + channel,
+                                        cells.walk(region, mine.begin + row, rows, channels), row_cells, sums);
     add_rows(sums, shared, row, rows, columns);
     if (is_column && row == 0) {
 #pragma unroll
@@ -744,7 +743,8 @@ __global__ void __launch_bounds__(kFinishThreads, 2)
                kLogSumExp ? channels.groups * channels.group_blocks : 1, wait_for_previous_launch, weight_at, fill);
 }
 
-// One block per sample does all of it, where a sample is small.
+// One block per sample does all of it, where a sample is small. Its sums are float64 throughout: of few outputs the largest
+// error is luck, so that what is better than eager on average would not be enough.
 template <class T, bool kLogSumExp>
 __global__ void __launch_bounds__(kFinishThreads, 2)
     whole_sample(const T* __restrict__ input,  // (N, C_in, plane), or (N, plane, C_in) with `channels_last`
@@ -768,12 +768,14 @@ __global__ void __launch_bounds__(kFinishThreads, 2)
         const int64_t channel = first + threadIdx.x % columns;
         double sum[1] = {};
         if (row < rows && channel < channels.in_channels)
-          cell_sums<T, 1>(x + channel, LineWalk(row, rows, channels.in_channels), rows_share(plane, row, rows), sum);
+          cell_sums<double, 1>(x + channel, LineWalk(row, rows, channels.in_channels), rows_share(plane, row, rows),
+                               sum);
         add_rows(sum, shared, row, rows, columns);
         if (row == 0 && channel < channels.in_channels) plane_sums[channel] = sum[0];
       } else {
         const int64_t channel = first + threadIdx.x / lanes;
-        double sum = channel < channels.in_channels ? strided_sum(x + channel * plane, plane, lane, lanes) : 0.0;
+        double sum =
+            channel < channels.in_channels ? strided_sum<double>(x + channel * plane, plane, lane, lanes) : 0.0;
         sum = warp_sum(sum);
         if (threadIdx.x % 32 == 0) shared[0][threadIdx.x / 32] = sum;
         __syncthreads();
