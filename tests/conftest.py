@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 from tolerances import DTYPES
 from torch import Tensor
 
+import fused_kernels
+
 G = "global_avg_pool"
 A0 = "conv_transpose_global_avg_pool"
 A = "conv_transpose_global_avg_pool_logsumexp"
@@ -170,29 +172,73 @@ OWN_ORDER = ("channels_last", "reversed")
 # ---- random arguments for the property tests -----------------------------------------------------------------------
 
 
+# Sizes by spatial dimensions, and channels. Together they reach every kernel, on both sides of what chooses among them:
+# planes of many chunks, more channels than a block takes at once, and the taps of upsampling by 2 behind a pool of 2.
+REGIMES = ("small", "large planes", "many channels", "upsampling")
+LARGEST = {
+    "small": {1: 300, 2: 24, 3: 9},
+    "large planes": {1: 40000, 2: 200, 3: 34},
+    "many channels": {1: 24, 2: 6, 3: 3},
+    "upsampling": {1: 300, 2: 80, 3: 40},
+}
+BATCH = st.sampled_from([1, 2, 3, 5, 2, 3, 1, 0])
+FEW, MANY = st.integers(1, 5), st.sampled_from([63, 64, 65, 127, 128, 129, 255, 256, 257, 300])
+
+
 @st.composite
 def conv_arguments(draw: st.DrawFn) -> dict[str, Any]:
     """Shapes and arguments of a transposed convolution whose output has at least one element a plane."""
-    dims = draw(st.integers(1, 3))
+    dims, regime = draw(st.integers(1, 3)), draw(st.sampled_from(REGIMES))
     each = lambda strategy: tuple(draw(strategy) for _ in range(dims))  # noqa: E731
-    groups = draw(st.sampled_from([1, 1, 1, 2, 3]))
-    most = {1: 300, 2: 24, 3: 9}[dims]
-    size = each(st.one_of(st.integers(1, 6), st.integers(1, most)))
-    kernel, stride, dilation = each(st.integers(1, 4)), each(st.integers(1, 3)), each(st.integers(1, 3))
-    output_padding = tuple(draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True))
-    padding = tuple(
-        draw(st.integers(0, min((i - 1) * s + d * (k - 1) + op, 2 * d * (k - 1) + 4) // 2))
-        for i, k, s, d, op in zip(size, kernel, stride, dilation, output_padding, strict=True)
-    )
+    size = each(st.one_of(st.integers(1, 6), st.integers(1, LARGEST[regime][dims])))
+    groups, channels, per_group = 1, draw(st.integers(1, 5)), draw(st.sampled_from([1, 2, 3, 4, 5, 8, 17]))
+    if regime == "upsampling":
+        kernel, stride, dilation, padding = [3] * dims, [2] * dims, [1] * dims, each(st.integers(0, 1))
+        output_padding = tuple(draw(st.integers(int(i == 1 and p == 1), 1)) for i, p in zip(size, padding, strict=True))
+    else:
+        groups = draw(st.sampled_from([1, 1, 1, 2, 3, 6]))
+        if regime == "large planes":
+            channels, per_group = min(channels, 3), min(per_group, 3)
+        elif regime == "many channels":
+            few_in, few_out = draw(st.sampled_from([(False, True), (True, False), (False, False)]))
+            channels, per_group = draw(FEW if few_in else MANY), draw(FEW if few_out else MANY)
+            groups = min(groups, 2)
+        most = (16, 8) if dims == 1 and regime == "small" else (4, 3)
+        kernel, stride = each(st.integers(1, most[0])), each(st.integers(1, most[1]))
+        dilation = each(st.integers(1, 3))
+        output_padding = tuple(draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True))
+        padded = draw(st.booleans())  # also by more than dilation * (kernel - 1)
+        padding = tuple(
+            draw(st.integers(0, min((i - 1) * s + d * (k - 1) + op, 2 * d * (k - 1) + 4) // 2)) if padded else 0
+            for i, k, s, d, op in zip(size, kernel, stride, dilation, output_padding, strict=True)
+        )
     return {
-        "input": (draw(st.integers(0, 3)), groups * draw(st.integers(1, 5)), *size),
-        "weight": (draw(st.sampled_from([1, 2, 3, 4, 5, 8, 17])), *kernel),  # C_out/groups
+        "input": (draw(BATCH), groups * channels, *size),
+        "weight": (per_group, *kernel),  # C_out/groups
         "stride": stride,
         "padding": padding,
         "output_padding": output_padding,
         "groups": groups,
         "dilation": dilation,
     }
+
+
+def expanded(draw: st.DrawFn, values: Tensor) -> Tensor:
+    """The first element of some dimensions in place of all, at stride 0."""
+    for dim, size in enumerate(values.shape):
+        if draw(st.booleans()):
+            values = values.narrow(dim, 0, min(1, size)).expand(values.shape)
+    return values
+
+
+def in_any_layout(draw: st.DrawFn, values: Tensor) -> Tensor:
+    """One of `LAYOUTS`, channels_last at an unaligned address, or expanded."""
+    layout = draw(st.sampled_from([*LAYOUTS, "channels_last, offset 1", "expanded"]))
+    if layout == "expanded":
+        return expanded(draw, values)
+    if layout in LAYOUTS:
+        return LAYOUTS[layout](values)
+    return LAYOUTS["offset 1"](values.movedim(1, -1)).movedim(-1, 1)
 
 
 def factor(draw: st.DrawFn, inputs: Inputs, channels: int, dims: int, dtype: torch.dtype) -> Tensor | float | None:
@@ -209,7 +255,8 @@ def factor(draw: st.DrawFn, inputs: Inputs, channels: int, dims: int, dtype: tor
     return inputs.channels(*shapes[form], dtype=dtype)
 
 
-# Values put into single cells of the input, and whether weights are then positive, so that infinities keep their sign.
+# Values put into single cells of the input, and whether weights are then positive, so that infinities keep their sign;
+# or into single taps of the weight, the input then being positive.
 SPECIAL = {
     "none": (None, False),
     "nan": (math.nan, False),
@@ -219,14 +266,14 @@ SPECIAL = {
 }
 
 
-def put_special(draw: st.DrawFn, kind: str, input: Tensor) -> None:
+def put_special(draw: st.DrawFn, kind: str, values: Tensor) -> None:
     """Puts the special value into one or two cells, used or not."""
     value, positive = SPECIAL[kind]
-    if value is None or input.numel() == 0:
+    if value is None or values.numel() == 0:
         return
     for _ in range(draw(st.integers(1, 2)) if positive or math.isnan(value) else 1):
-        index = tuple(draw(st.integers(0, size - 1)) for size in input.shape)
-        input[index] = value
+        index = tuple(draw(st.integers(0, size - 1)) for size in values.shape)
+        values[index] = value
 
 
 def draw_call(
@@ -241,17 +288,26 @@ def draw_call(
     output = tuple((i - 1) * s - 2 * p + op + d * (k - 1) + 1 for i, k, s, p, op, d in columns)
 
     dtype = draw(st.sampled_from(DTYPES))
-    layout, offset = st.sampled_from(list(LAYOUTS)), st.sampled_from(["contiguous", "offset 1", "offset 2", "offset 3"])
     inputs = Inputs(draw(st.integers(0, 2**32)), device)
-    special = draw(st.sampled_from(list(SPECIAL)))
-    x = inputs.input(*arguments["input"], dtype=dtype)
-    w = inputs.weight(x.shape[1], per_group, *kernel, dtype=dtype, positive=SPECIAL[special][1])
-    put_special(draw, special, x)
-    arguments |= {"input": LAYOUTS[draw(layout)](x), "weight": LAYOUTS[draw(layout)](w)}
+    kinds = [(kind, False) for kind in SPECIAL] + [(kind, True) for kind in ("nan", "+inf", "-inf")]
+    special, in_weight = draw(st.sampled_from(kinds))
+    positive = SPECIAL[special][1]
+    x = inputs.input(*arguments["input"], dtype=dtype, positive=positive and in_weight)
+    w = inputs.weight(x.shape[1], per_group, *kernel, dtype=dtype, positive=positive and not in_weight)
+    put_special(draw, special, w if in_weight else x)
+    arguments |= {"input": in_any_layout(draw, x), "weight": in_any_layout(draw, w)}
     if draw(st.booleans()):
-        arguments["bias"] = LAYOUTS[draw(offset)](inputs.channels(channels, dtype=dtype))
+        offset = draw(st.sampled_from(["contiguous", "offset 1", "offset 2", "offset 3"]))
+        arguments["bias"] = LAYOUTS[offset](inputs.channels(channels, dtype=dtype))
     arguments |= {name: factor(draw, inputs, channels, dims, dtype) for name in factors}
     return arguments, output, special.startswith("one inf")
+
+
+def launched(op: str, arguments: dict[str, Any]) -> str:
+    """The CUDA kernels of a call, as an event that --hypothesis-show-statistics counts."""
+    shapes = {name: value for name, value in arguments.items() if not name.startswith(("bias", "scale", "shift"))}
+    shapes = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in shapes.items()}
+    return ", ".join([op, *(launch.kernel for launch in fused_kernels.plan(op, **shapes).launches)])
 
 
 # ---- processes -----------------------------------------------------------------------------------------------------
