@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -17,14 +18,15 @@ import torch
 
 import fused_kernels
 from fused_kernels import reference
-from fused_kernels.bench import report, timing
-from fused_kernels.bench.__main__ import main
+from fused_kernels.bench import report, sweep, timing
+from fused_kernels.bench.__main__ import dtypes_of, main
 from fused_kernels.bench.cases import (
     CASES,
     PEER_TOLERANCE,
     PEERS,
     Args,
     Case,
+    ConvAvgPool,
     Size,
     allowed_error,
     check_exact,
@@ -93,6 +95,31 @@ def test_peers_that_mean_nothing_are_left_out() -> None:
     assert keys("A", "cuda", torch.bfloat16) == [key for key in PEERS if key != "eager_tf32"]
     assert keys("A", "cpu", torch.float32) == ["ours", "eager", "compile", "hand", "hand_compile"]
     assert keys("G-7", "cuda", torch.float32) == ["ours", "ours_graph", "eager", "compile"]
+
+
+def test_every_dtype_of_a_case_can_be_asked_for() -> None:
+    assert dtypes_of(CASES["B"], []) == [torch.float32]
+    assert dtypes_of(CASES["B-1d"], []) == [torch.float16]
+    assert dtypes_of(CASES["B"], ["all"]) == [torch.float32, torch.float16, torch.bfloat16]
+    assert dtypes_of(CASES["B"], ["float64", "float16"]) == [torch.float64, torch.float16]
+
+
+@pytest.mark.parametrize("name", ["B", "B-2d", "B-1d", "B-pool4", "B-dw"])
+def test_operations_are_those_of_the_collapsed_convolution(name: str) -> None:
+    """Counted by a convolution of ones: padding is not multiplied."""
+    case = CASES[name]
+    assert isinstance(case, ConvAvgPool)
+    size, taps = case.tiny, case.taps()
+    dims = len(size.input) - 2
+    first, behind = min(taps), max(taps)
+    ones = torch.nn.functional.pad(torch.ones(1, 1, *size.input[2:]), [-first, behind] * dims)
+    conv = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}[dims]
+    pairs = conv(ones, torch.ones(1, 1, *[behind - first + 1] * dims), stride=case.step)
+    outputs = case.output_shape(size)
+    pairs = pairs[(..., *(slice(extent) for extent in outputs[2:]))]
+    weights = make_inputs(case, size)["weight"].numel()
+    products = outputs[0] * outputs[1] * size.input[1] // case.conv.groups * int(pairs.sum())
+    assert case.operations(size) == 2 * products + weights
 
 
 # --- The expected values ---
@@ -230,6 +257,25 @@ def test_limit_covers_the_input_in_any_layout(dtype: torch.dtype) -> None:
     assert copy.bytes_moved == 1 << 16 and copy.measure(timer, 0.01)[0] == "copy_"
 
 
+def test_rate_of_operations() -> None:
+    before = torch.get_float32_matmul_precision()
+    timer = timing.CpuTimer(flush_bytes=1024)
+    for dtype, product in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
+        measured, rate = timing.operation_rate(dtype, torch.device("cpu"), timer, 0.01)
+        assert measured == product and rate > 1e6
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_limit_is_the_larger_floor() -> None:
+    moved = timing.Timing(2.0, 2.0, 2.0, 2.0, 9)
+    limit = report.LimitResult("copy", 100, "copy_", 2.0, 2.0, moved)
+    assert (limit.ms, limit.by_operations) == (2.0, False)
+    limit = dataclasses.replace(limit, operations_ms=0.5, operations_per_s=1e12)
+    assert (limit.ms, limit.by_operations) == (2.0, False) and "ops" not in report._limit_cell(limit)
+    limit = dataclasses.replace(limit, operations_ms=3.0)
+    assert (limit.ms, limit.by_operations) == (3.0, True) and report._limit_cell(limit) == "3.00 ops"
+
+
 def test_tf32_setting_is_restored() -> None:
     before = torch.backends.cudnn.allow_tf32
     with timing.tf32_convolutions(not before):
@@ -271,6 +317,19 @@ def test_results_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert run.machine["torch"] == torch.__version__ and run.machine["build"]
     printed = capsys.readouterr().out
     assert "by hand" in printed and "limit (read)" in printed and "limit (copy)" in printed
+
+
+def test_other_points_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ours itself, each case in its own first dtype."""
+    names = [case.name for case in CASES.values() if not case.main]
+    status, run = bench(tmp_path, "--case", *names, "--peers", "ours", "hand")
+    assert status == 0 and [case.case for case in run.cases] == names
+    for result in run.cases:
+        assert result.dtype == CASES[result.case].dtypes[0]
+        assert all(row.status == "ok" for row in result.rows), result
+        assert result.limit is not None
+        assert (result.limit.operations_ms is not None) == CASES[result.case].compute_bound
+    assert "limit (operations)" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("ours_is_eager")
@@ -363,6 +422,74 @@ def test_readme_table_comes_from_json(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="no region"):
         report.update_readme("no markers", [run])
+
+
+# --- The sweep ---
+
+
+@pytest.mark.parametrize("mib", [1, 2, 1024, 16384])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_sweep_input_has_the_size_asked_for(mib: int, itemsize: int) -> None:
+    shape = sweep.input_shape(mib, itemsize)
+    assert math.prod(shape) * itemsize == mib << 20
+    assert shape[3] in (shape[2], 2 * shape[2])
+    with pytest.raises(ValueError, match="3 MiB: expected a power of two"):
+        sweep.input_shape(3, itemsize)
+    with pytest.raises(SystemExit):
+        main(["--sweep", "3"])
+
+
+def swept(tmp_path: Path, *arguments: str) -> tuple[int, sweep.Sweep]:
+    path = tmp_path / "sweep.json"
+    common = ("--device", "cpu", "--quick", "--seed", "7", "--json", str(path))
+    return main([*common, "--sweep", *arguments]), sweep.read_json(path)
+
+
+def test_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What does not fit is skipped, and said; JSON holds all of the rest."""
+    status, result = swept(tmp_path, "1", str(1 << 30), "--dtype", "float32")
+    assert status == 0 and not result.failures
+    assert [(point.mib, point.channels_last) for point in result.points] == [(1, False), (1, True)]
+    for point in result.points:
+        assert list(point.rows) == ["G", "mean", "A", "hand"] and point.limit.bytes_moved == 1 << 20
+        for key, row in point.rows.items():
+            fraction = point.fraction(key)
+            assert row.status == "ok" and row.error is not None and fraction is not None and fraction > 0
+    assert len(result.skipped) == 2 and result.skipped[0].startswith(f"{1 << 30} MiB float32: needs about")
+    printed = capsys.readouterr().out
+    assert "skipped" in printed and "float32 channels_last" in printed
+    copy = tmp_path / "copy.json"
+    sweep.write_json(result, copy)
+    assert sweep.read_json(copy) == result and sweep.is_sweep(copy)
+
+
+def test_a_wrong_point_of_the_sweep_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fused_kernels, "global_avg_pool", lambda input: reference.global_avg_pool(input) * 1.0001)
+    status, result = swept(tmp_path, "1", "--dtype", "bfloat16", "float32")
+    row = result.points[-1].rows["G"]
+    assert status == 1 and row.status == "FAILED" and row.timing is None and result.points[-1].fraction("G") is None
+    assert any("float32 channels_last, ours: error" in line for line in result.failures)
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_sweep_in_the_readme(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    _, result = swept(tmp_path, "1", "--dtype", "float32")
+    large = [dataclasses.replace(point, mib=256) for point in result.points]
+    path, readme = tmp_path / "results" / "sweep.json", tmp_path / "README.md"
+    sweep.write_json(dataclasses.replace(result, points=(*result.points, *large)), path)
+    readme.write_text(f"{report.README_BEGIN}\n{report.README_END}\n")
+    with pytest.raises(ValueError, match="draw it first, with --plot"):
+        main(["--readme", str(readme), str(path)])
+    assert main(["--plot", str(path)]) == 0
+    drawing = path.with_suffix(".svg").read_text()
+    assert "float32" in drawing and "torch.mean" in drawing
+    assert main(["--plot", str(path)]) == 0 and path.with_suffix(".svg").read_text() == drawing
+    assert main(["--readme", str(readme), str(path)]) == 0
+    text = readme.read_text()
+    assert "(results/sweep.svg)" in text and "from 256 MiB on at least" in text
 
 
 def test_numbers_as_text() -> None:

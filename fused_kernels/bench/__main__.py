@@ -28,29 +28,27 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from torch import Tensor
 
 import fused_kernels
 
 from . import report
+from . import sweep as sweeps
 from .cases import (
     CASES,
     DTYPES,
     PEER_TOLERANCE,
     PEERS,
-    Args,
     Case,
-    Peer,
-    Size,
     SizeName,
     allowed_error,
     check_exact,
-    complaint,
     host_calls,
     relative_error,
 )
-from .timing import Limit, Prepared, Timer, Timing, host_time, make_timer, prepare, prepare_graph, tf32_convolutions
+from .contender import Contender, failure
+from .timing import Limit, Timer, host_time, make_timer, operation_rate, tf32_convolutions
 
+ALL = "all"  # with --case and --dtype
 HOST = "host"  # the name under which --case selects the host times
 DEMO_CASES = ("A", "B")
 DEMO_PEERS = ("ours", "eager", "eager_tf32", "hand")
@@ -63,86 +61,6 @@ class Settings:
     budget_s: float  # for a row, spread over the rounds
     rounds: int = 3
     peers: tuple[str, ...] = tuple(PEERS)
-
-
-class Contender:
-    """A peer on its way through one case: prepared, verified, timed, verified again."""
-
-    def __init__(self, case: Case, peer: Peer, size: Size, dtype: torch.dtype, args: Args) -> None:
-        self.case, self.peer, self.dtype = case, peer, dtype
-        self.status: report.Status = "ok"
-        self.note = ""
-        self.error: float | None = None
-        self.allowed: float | None = None
-        self.samples: list[float] = []
-        self.prepared: Prepared | None = None
-        self.output: Tensor | None = None  # of the first call, then of the last timed one
-        self._run(lambda: self._prepare(size, args))
-
-    def _prepare(self, size: Size, args: Args) -> None:
-        function = self.case.function(self.peer.source)
-        if self.peer.compiled:
-            function = torch.compile(function, dynamic=False)
-
-        def call() -> Tensor:
-            return function(**args)
-
-        device = args["input"].device
-        if self.peer.graph:
-            self.prepared = prepare_graph(call)
-        else:
-            self.prepared = prepare(call, self.case.output_shape(size), self.dtype, device)
-        self.output = self.prepared.output().clone()
-
-    def verify(self, exact: Tensor, allowed: float) -> None:
-        """Compare the first output; a wrong one takes the peer out of the race."""
-        if self.output is not None:
-            self.allowed = allowed
-            self.error = relative_error(self.output, exact)
-            self._judge(exact)
-
-    def time(self, timer: Timer, settings: Settings) -> None:
-        """One round, unless the row has already had far more than its time."""
-        if self.status == "ok" and sum(self.samples) < 4e3 * settings.budget_s:
-            self._run(lambda: self.samples.extend(timer.sample(self._call, settings.budget_s / settings.rounds)))
-
-    def verify_again(self, exact: Tensor) -> None:
-        """Compare the last timed output; a graph's, which has stood in one place all along, is first made anew."""
-        if self.status == "ok" and self.prepared is not None:
-            if self.peer.graph:
-                self.output = self.prepared.output()
-            self._judge(exact)
-
-    def row(self) -> report.Row:
-        timing = Timing.of(self.samples) if self.status == "ok" and self.samples else None
-        label = "torch.mean" if self.case.op == "global_avg_pool" and self.peer.key == "eager" else self.peer.label
-        return report.Row(self.peer.key, label, self.status, self.note, self.error, self.allowed, timing)
-
-    def _call(self) -> None:
-        assert self.prepared is not None
-        self.output = self.prepared.call()
-
-    def _judge(self, exact: Tensor) -> None:
-        assert self.allowed is not None and self.output is not None
-        why = complaint(self.case, self.output, exact, self.dtype, self.allowed, ours=self.peer.source == "ours")
-        if why:
-            self.status, self.note = "FAILED", why
-
-    def _run(self, action: Callable[[], None]) -> None:
-        """Do it with the peer's TF32 setting; what it raises becomes the row's text."""
-        try:
-            with tf32_convolutions(self.peer.tf32):
-                action()
-        except Exception as error:  # whatever a peer raises is its result, and must not end the others' run
-            self.status, self.note = failure(error, ours=self.peer.source == "ours")
-
-
-def failure(error: Exception, ours: bool) -> tuple[report.Status, str]:
-    """What an exception says about a row: ours may be unfinished, but must not break; a peer may be unavailable."""
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    if ours:
-        return ("not supported yet" if "not supported yet" in str(error) else "FAILED"), text
-    return "unavailable", f"{type(error).__name__}: {text}"
 
 
 def run_case(
@@ -190,13 +108,17 @@ def run_case(
     for _ in range(settings.rounds):
         for contender in contenders:
             step(contender.peer.label)
-            contender.time(timer, settings)
+            contender.time(timer, settings.budget_s, settings.rounds)
     step("limit")
-    after = limit.measure(timer, settings.budget_s / 4)
+    after = limit.measure(timer, settings.budget_s / 4, only=before[0])
     for contender in contenders:
         contender.verify_again(exact)
 
     method, timing = min(before, after, key=lambda entry: entry[1].median_ms)
+    operations, rate_dtype, rate = case.operations(size), None, None
+    if case.compute_bound:
+        step("rate of operations")
+        rate_dtype, rate = operation_rate(dtype, device, timer, settings.budget_s / 4)
     return report.CaseResult(
         case=case.name,
         about=case.about,
@@ -208,10 +130,19 @@ def run_case(
         output=case.output_shape(size),
         bytes_read=read,
         bytes_written=written,
-        operations=case.operations(size),
+        operations=operations,
         rows=tuple(contender.row() for contender in contenders),
         limit=report.LimitResult(
-            case.limit, limit.bytes_moved, method, before[1].median_ms, after[1].median_ms, timing, limit.note
+            case.limit,
+            limit.bytes_moved,
+            method,
+            before[1].median_ms,
+            after[1].median_ms,
+            timing,
+            limit.note,
+            operations_ms=1e3 * operations / rate if rate else None,
+            operations_per_s=rate,
+            operations_dtype=str(rate_dtype).removeprefix("torch.") if rate_dtype else "",
         ),
     )
 
@@ -290,12 +221,15 @@ def _cpu_name() -> str:
 def list_table() -> Table:
     """The cases, for --list."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("name", "what", "input on a GPU", "input on a CPU", "limit"):
+    for heading in ("name", "what", "input on a GPU", "input on a CPU", "dtypes", "limit"):
         table.add_column(heading)
     for case in CASES.values():
         sizes = ("×".join(map(str, size.input)) for size in (case.full, case.reduced))
-        table.add_row(case.name, case.about, *sizes, case.limit)
-    table.add_row(HOST, "host time of one small call", "", "", "")
+        limit = "copy or operations" if case.compute_bound else case.limit
+        table.add_row(case.name + ("" if case.main else " *"), case.about, *sizes, ", ".join(case.dtypes), limit)
+    table.add_row(HOST, "host time of one small call", "", "", "float32", "")
+    table.caption = "*: not run by default"
+    table.caption_justify = "left"
     return table
 
 
@@ -308,20 +242,34 @@ def parser() -> argparse.ArgumentParser:
         "PyTorch's default. hand is the same collapse written in PyTorch, hand_graph that compiled and under a CUDA "
         "graph. Peers that mean nothing for a case, device or dtype are left out.",
     )
-    names = {name.lower(): name for name in (*CASES, HOST)}
+    names = {name.lower(): name for name in (*CASES, HOST, ALL)}
     parser.add_argument(
         "--case",
         nargs="+",
         metavar="NAME",
-        default=[*CASES, HOST],
+        default=[*(case.name for case in CASES.values() if case.main), HOST],
         type=lambda name: names.get(name.lower(), name),
-        help="default: all that --list names",
+        help="names from --list, or all; default: those not starred there",
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:N")
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"])
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        choices=[*DTYPES, ALL],
+        default=[],
+        help="all: for each case those that --list names; default: the first of these",
+    )
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--size", choices=get_args(SizeName), help="default: full on a GPU, reduced on a CPU")
     parser.add_argument("--batch", type=int, help="another batch than the size's")
+    parser.add_argument(
+        "--sweep",
+        nargs="*",
+        type=int,
+        metavar="MIB",
+        help="G and A on inputs of these sizes instead of the cases, in float32 and bfloat16, contiguous and "
+        f"channels_last; default: 1 to {sweeps.SIZES[-1]} (to {sweeps.ON_CPU} on a CPU). What does not fit is skipped",
+    )
     parser.add_argument("--quick", action="store_true", help="shorter measurements, no torch.compile")
     parser.add_argument("--demo", action="store_true", help="cases A and B only, and a short table")
     parser.add_argument("--seed", type=int, help="of the inputs; default: a new one for each run")
@@ -332,8 +280,9 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="README.md RESULTS.json...: generate the README's table from written results, and exit",
+        help="README.md RESULTS.json...: generate the README's tables from written results, and exit",
     )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a sweep's JSON as an SVG beside it, and exit")
     return parser
 
 
@@ -347,20 +296,32 @@ def settings_of(options: argparse.Namespace, device: torch.device) -> Settings:
     return Settings(budget_s=0.3 if device.type == "cuda" else 1.0, peers=peers)
 
 
-def run(options: argparse.Namespace, progress: Progress) -> report.Run:
-    """All that the command line asks for."""
+def dtypes_of(case: Case, asked: Sequence[str]) -> list[torch.dtype]:
+    """The dtypes in which the command line asks for a case."""
+    named = case.dtypes if ALL in asked else asked or case.dtypes[:1]
+    return [DTYPES[name] for name in named]
+
+
+def device_of(options: argparse.Namespace) -> torch.device:
+    """The device asked for, made the current one."""
     device = torch.device(options.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(device)
+    return device
+
+
+def run(options: argparse.Namespace, progress: Progress) -> report.Run:
+    """All that the command line asks for."""
+    device = device_of(options)
     size: SizeName = options.size or ("full" if device.type == "cuda" else "reduced")
     settings = settings_of(options, device)
     seed = secrets.randbits(32) if options.seed is None else options.seed
     generator = torch.Generator(device).manual_seed(seed)
-    names = DEMO_CASES if options.demo else options.case
-    dtypes = [DTYPES[name] for name in options.dtype]
+    names = DEMO_CASES if options.demo else [*CASES, HOST] if ALL in options.case else options.case
+    dtypes = [DTYPES[name] for name in options.dtype if name != ALL] or [torch.float32]  # of the host times
 
-    work = [(CASES[name], dtype) for name in names if name != HOST for dtype in dtypes]
+    work = [(CASES[name], dtype) for name in names if name != HOST for dtype in dtypes_of(CASES[name], options.dtype)]
     task = progress.add_task("starting", total=len(work) + (HOST in names) * len(dtypes))
     cases, host = [], []
     with torch.no_grad():
@@ -383,27 +344,71 @@ def run(options: argparse.Namespace, progress: Progress) -> report.Run:
     return report.Run(machine_facts(device), used, tuple(cases), tuple(host))
 
 
+def run_sweep(options: argparse.Namespace, progress: Progress) -> sweeps.Sweep:
+    """The sweep that the command line asks for."""
+    device = device_of(options)
+    sizes = options.sweep or [mib for mib in sweeps.SIZES if device.type == "cuda" or mib <= sweeps.ON_CPU]
+    asked = [name for name in options.dtype if name != ALL] or sweeps.DTYPES
+    seed = secrets.randbits(32) if options.seed is None else options.seed
+    generator = torch.Generator(device).manual_seed(seed)
+    budget_s, rounds = (0.03, 1) if options.quick else (0.09, 3)
+    work = list(sweeps.points(sizes, asked))
+    task = progress.add_task("starting", total=len(work))
+    points, skipped = [], []
+    with torch.no_grad():
+        timer = make_timer(device)
+        for mib, name, channels_last in work:
+            what = f"{mib} MiB {name}{' channels_last' if channels_last else ''}"
+            progress.update(task, description=what)
+            needed, available = sweeps.bytes_needed(mib, DTYPES[name]), sweeps.bytes_available(device)
+            if needed > available:
+                skipped.append(f"{what}: needs about {needed / 2**30:.1f} GiB, and {available / 2**30:.1f} are free")
+            else:
+                points.append(
+                    sweeps.measure_point(mib, DTYPES[name], channels_last, generator, timer, budget_s, rounds)
+                )
+            progress.advance(task)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    used = {"seed": seed, "budget_s": budget_s, "rounds": rounds}
+    return sweeps.Sweep(machine_facts(device), used, tuple(points), tuple(skipped))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     command = parser()
     options = command.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 100)
     if options.list:
-        console.print(list_table())
+        Console(width=None if sys.stdout.isatty() else 150).print(list_table())
         return 0
     if options.readme:
         readme, *results = options.readme
         if not results:
             command.error("--readme needs the README and at least one JSON file")
-        readme.write_text(report.update_readme(readme.read_text(), [report.read_json(path) for path in results]))
+        runs = [report.read_json(path) for path in results if not sweeps.is_sweep(path)]
+        drawn = [sweeps.markdown(path, readme.parent) for path in results if sweeps.is_sweep(path)]
+        readme.write_text(report.update_readme(readme.read_text(), runs, drawn))
         return 0
-    unknown = [name for name in options.case if name not in (*CASES, HOST)]
+    if options.plot:
+        sweeps.plot(sweeps.read_json(options.plot), options.plot.with_suffix(".svg"))
+        return 0
+    unknown = [name for name in options.case if name not in (*CASES, HOST, ALL)]
+    if any(mib < 1 or mib & (mib - 1) for mib in options.sweep or ()):
+        command.error("--sweep takes powers of two, in MiB")
     if unknown:
         command.error(f"no case named {', '.join(unknown)}; --list names them")
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        result = run(options, progress)
+        swept = None if options.sweep is None else run_sweep(options, progress)
+        result = run(options, progress) if swept is None else None
+    if swept is not None:
+        sweeps.print_sweep(swept, console)
+        if options.json:
+            sweeps.write_json(swept, options.json)
+        return 1 if swept.failures else 0
+    assert result is not None
     report.print_run(result, console, demo=options.demo)
     if options.json:
         report.write_json(result, options.json)

@@ -72,6 +72,25 @@ PEERS = {
 
 
 @dataclass(frozen=True)
+class Conv:
+    """A transposed convolution's arguments, the same in every dimension."""
+
+    kernel: int = 3
+    stride: int = 1
+    padding: int = 0
+    output_padding: int = 0
+    groups: int = 1
+
+    def arguments(self) -> dict[str, int]:
+        """Those that are not the ops' defaults."""
+        names = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1}
+        return {name: getattr(self, name) for name, default in names.items() if getattr(self, name) != default}
+
+    def extent(self, extent: int) -> int:
+        return (extent - 1) * self.stride - 2 * self.padding + self.kernel + self.output_padding
+
+
+@dataclass(frozen=True)
 class Size:
     """A case's dimensions: input (N, C_in, *spatial) and, with a convolution, C_out."""
 
@@ -98,15 +117,26 @@ def _features(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Gener
     return x.to(dtype)
 
 
-def _conv_weight(
-    in_channels: int, out_channels: int, kernel: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
-) -> Tensor:
-    """A (C_in, C_out, *kernel) weight, off centre in every output channel, that gives outputs of a few units."""
+def _conv_weight(size: Size, conv: Conv, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """A (C_in, C_out/groups, *kernel) weight, off centre in every channel, that gives outputs of a few units."""
     wide = torch.promote_types(dtype, torch.float32)
-    ones = tuple(1 for _ in kernel)
-    noise = torch.randn(in_channels, out_channels, *kernel, dtype=wide, device=generator.device, generator=generator)
-    offset = _away_from_zero((1, out_channels, *ones), wide, generator)
-    return ((noise + offset) * (2 / (math.prod(kernel) * math.sqrt(in_channels)))).to(dtype)
+    dims, in_channels, per_group = len(size.input) - 2, size.input[1], size.out_channels // conv.groups
+    kernel = [conv.kernel] * dims
+    noise = torch.randn(in_channels, per_group, *kernel, dtype=wide, device=generator.device, generator=generator)
+    offset = _away_from_zero((1, per_group, *[1] * dims), wide, generator)
+    return ((noise + offset) * (2 / (math.prod(kernel) * math.sqrt(in_channels // conv.groups)))).to(dtype)
+
+
+def _conv_transpose(args: Args, conv: Conv) -> Tensor:
+    """The convolution of a case's arguments, in their dtype."""
+    function = {3: F.conv_transpose1d, 4: F.conv_transpose2d, 5: F.conv_transpose3d}[args["input"].dim()]
+    result: Tensor = function(args["input"], args["weight"], args["bias"], **conv.arguments())
+    return result
+
+
+def _in_format(x: Tensor, channels_last: bool) -> Tensor:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.contiguous(memory_format=formats[x.dim()]) if channels_last else x
 
 
 def _double(args: Args) -> Args:
@@ -123,6 +153,10 @@ class Case(ABC):
     reduced: Size
     tiny: Size
     channels_last: bool = False
+    dtypes: tuple[str, ...] = ("float32",)  # that count for it; the first is what runs unless others are asked for
+    main: bool = True  # runs unless others are asked for
+    # Whether so many channels meet that the operations may take longer than the bytes: the limit is then the larger.
+    compute_bound: bool = False
 
     op: ClassVar[str]  # name in fused_kernels, fused_kernels.reference and torch.ops.fused
     limit: ClassVar[Literal["read", "copy"]]  # what bounds it: reading the input, or copying all bytes moved
@@ -189,18 +223,20 @@ class Case(ABC):
 
 @dataclass(frozen=True)
 class ConvGlobalPool(Case):
-    """A0: mean over H, W of a 3x3 transposed convolution, plus a bias."""
+    """A0: mean over H, W of a transposed convolution, plus a bias."""
+
+    conv: Conv = Conv()
 
     op = "conv_transpose_global_avg_pool"
     limit = "read"
-    kernel: ClassVar[tuple[int, ...]] = (3, 3)
 
     def inputs(self, size: Size, dtype: torch.dtype, generator: torch.Generator) -> Args:
         channels = size.out_channels
         return {
-            "input": _features(size.input, dtype, generator),
-            "weight": _conv_weight(size.input[1], channels, self.kernel, dtype, generator),
+            "input": _in_format(_features(size.input, dtype, generator), self.channels_last),
+            "weight": _conv_weight(size, self.conv, dtype, generator),
             "bias": _away_from_zero((channels,), torch.float32, generator).to(dtype),
+            **self.conv.arguments(),
             "shift": _away_from_zero((channels, 1, 1), torch.float32, generator).to(dtype),
         }
 
@@ -208,37 +244,61 @@ class ConvGlobalPool(Case):
         return (size.input[0], size.out_channels, 1, 1)
 
     def elements_read(self, size: Size) -> int:
-        weight = size.input[1] * size.out_channels * math.prod(self.kernel)
+        weight = size.input[1] * size.out_channels * self.conv.kernel**2
         return math.prod(size.input) + weight + 2 * size.out_channels
 
     def operations(self, size: Size) -> int:
-        weight = size.input[1] * size.out_channels * math.prod(self.kernel)
+        weight = size.input[1] * size.out_channels * self.conv.kernel**2
         return math.prod(size.input) + weight + 2 * size.input[0] * size.input[1] * size.out_channels
 
     def composition(self, args: Args) -> Tensor:
         a = _double(args)
-        wide: Tensor = F.conv_transpose2d(a["input"], a["weight"], a["bias"])
-        return wide.mean((2, 3), keepdim=True) + cast(Tensor, a["shift"])
+        return _conv_transpose(a, self.conv).mean((2, 3), keepdim=True) + cast(Tensor, a["shift"])
 
     def exact(self, args: Args) -> Tensor:
         x, weight, bias, shift = (cast(Tensor, args[name]) for name in ("input", "weight", "bias", "shift"))
-        area = (x.shape[2] + weight.shape[2] - 1) * (x.shape[3] + weight.shape[3] - 1)
-        planes = x.sum((2, 3), dtype=torch.float64)
-        taps = weight.double().sum((2, 3))
-        mean = torch.einsum("nc,co->no", planes, taps) / area
+        area = math.prod(self.conv.extent(extent) for extent in x.shape[2:])
+        rows, columns = (self._meetings(extent, x.device) for extent in x.shape[2:])
+        # A sample at a time: in float64 it takes twice the memory and more.
+        sums = torch.stack([torch.einsum("chw,kh,lw->ckl", sample.double(), rows, columns) for sample in x])
+        mean = torch.einsum("nckl,cokl->no", sums, weight.double()) / area
         return (mean + bias.double())[..., None, None] + shift.double()
 
+    def _meetings(self, extent: int, device: torch.device) -> Tensor:
+        """(kernel, extent): 1 where the tap sends the input into the output, else 0."""
+        taps = torch.arange(self.conv.kernel, device=device)[:, None]
+        output = torch.arange(extent, device=device) * self.conv.stride - self.conv.padding + taps
+        return ((output >= 0) & (output < self.conv.extent(extent))).double()
+
     def hand(self) -> Callable[..., Tensor]:
-        def pooled(input: Tensor, weight: Tensor, bias: Tensor, shift: Tensor) -> Tensor:
-            return _hand_pooled(input, weight, bias, shift)[..., None, None]
+        pooled = self._hand_pooled()
 
-        return pooled
+        def with_spatial_dims(**args: Any) -> Tensor:
+            return pooled(**args)[..., None, None]
+
+        return with_spatial_dims
+
+    def _hand_pooled(self) -> Callable[..., Tensor]:
+        return _hand_pooled_whole if self.conv == Conv() else _hand_pooled_padded
 
 
-def _hand_pooled(input: Tensor, weight: Tensor, bias: Tensor, shift: Tensor) -> Tensor:
+def _hand_pooled_whole(input: Tensor, weight: Tensor, bias: Tensor, shift: Tensor) -> Tensor:
+    """For stride 1 and padding 0."""
     (height, width), (kernel_h, kernel_w) = input.shape[2:], weight.shape[2:]
     shrink = height * width / ((height + kernel_h - 1) * (width + kernel_w - 1))
     return torch.addmm(bias + shift.flatten(), input.mean((2, 3)), weight.sum((2, 3)) * shrink)
+
+
+def _hand_pooled_padded(
+    input: Tensor, weight: Tensor, bias: Tensor, shift: Tensor, stride: int, padding: int, output_padding: int
+) -> Tensor:
+    """For kernel 3, stride 2, padding 1 and output padding 1 only: tap 0 misses the first row or column."""
+    assert (stride, padding, output_padding) == (2, 1, 1)
+    area = 4 * input.shape[2] * input.shape[3]
+    top, left, corner = input[:, :, 0].sum(2), input[:, :, :, 0].sum(2), input[:, :, 0, 0]
+    sums = torch.cat((input.sum((2, 3)), -top, -left, corner), 1)
+    taps = torch.cat((weight.sum((2, 3)), weight[:, :, 0].sum(2), weight[:, :, :, 0].sum(2), weight[:, :, 0, 0]))
+    return torch.addmm(bias + shift.flatten(), sums, taps / area)
 
 
 @dataclass(frozen=True)
@@ -261,72 +321,106 @@ class ConvGlobalPoolLogSumExp(ConvGlobalPool):
         return super().exact(args).flatten(1).logsumexp(1, keepdim=True) * float(args["out_scale"])
 
     def hand(self) -> Callable[..., Tensor]:
-        def logsumexp(input: Tensor, weight: Tensor, bias: Tensor, shift: Tensor, out_scale: float) -> Tensor:
-            return _hand_pooled(input, weight, bias, shift).logsumexp(1, keepdim=True) * out_scale
+        pooled = self._hand_pooled()
+
+        def logsumexp(out_scale: float, **args: Any) -> Tensor:
+            return pooled(**args).logsumexp(1, keepdim=True) * out_scale
 
         return logsumexp
 
 
 @dataclass(frozen=True)
 class ConvAvgPool(Case):
-    """B: 3x3x3 transposed convolution (stride 2, padding 1), 2x2x2 average pool, affine."""
+    """B: transposed convolution, average pool whose stride is its kernel's size, affine."""
+
+    conv: Conv = Conv(stride=2, padding=1)
+    pool: int = 2
 
     op = "conv_transpose_avg_pool"
     limit = "copy"
 
     def inputs(self, size: Size, dtype: torch.dtype, generator: torch.Generator) -> Args:
         channels, device = size.out_channels, generator.device
+        ones = [1] * (len(size.input) - 2)
         return {
-            "input": _features(size.input, dtype, generator),
-            "weight": _conv_weight(size.input[1], channels, (3, 3, 3), dtype, generator),
+            "input": _in_format(_features(size.input, dtype, generator), self.channels_last),
+            "weight": _conv_weight(size, self.conv, dtype, generator),
             "bias": _away_from_zero((channels,), torch.float32, generator).to(dtype),
-            "stride": 2,
-            "padding": 1,
-            "pool_kernel_size": 2,
+            **self.conv.arguments(),
+            "pool_kernel_size": self.pool,
             "scale1": torch.tensor(0.5, dtype=dtype, device=device),
-            "shift": _away_from_zero((channels, 1, 1, 1), torch.float32, generator).to(dtype),
+            "shift": _away_from_zero((channels, *ones), torch.float32, generator).to(dtype),
             "scale2": torch.tensor(1.0, dtype=dtype, device=device),
         }
 
     def output_shape(self, size: Size) -> tuple[int, ...]:
-        return (size.input[0], size.out_channels, *(extent - 1 for extent in size.input[2:]))
+        return (size.input[0], size.out_channels, *(self.conv.extent(extent) // self.pool for extent in size.input[2:]))
 
     def elements_read(self, size: Size) -> int:
-        return math.prod(size.input) + size.input[1] * size.out_channels * 27 + 2 * size.out_channels + 2
+        return math.prod(size.input) + self._weights(size) + 2 * size.out_channels + 2
 
     def operations(self, size: Size) -> int:
-        taps = 2 * size.input[1] * 8  # a multiplication and an addition for each of 2x2x2 summed taps
-        return math.prod(self.output_shape(size)) * taps + size.input[1] * size.out_channels * 27
+        """A multiplication and an addition for each summed tap that meets an input."""
+        outputs = self.output_shape(size)
+        pairs = [
+            sum(0 <= o * self.step + offset < extent for o in range(output) for offset in self.taps())
+            for extent, output in zip(size.input[2:], outputs[2:], strict=True)
+        ]
+        depth = size.input[1] // self.conv.groups
+        return 2 * math.prod(outputs[:2]) * depth * math.prod(pairs) + self._weights(size)
+
+    def _weights(self, size: Size) -> int:
+        return size.input[1] * size.out_channels // self.conv.groups * self.conv.kernel ** (len(size.input) - 2)
+
+    @property
+    def step(self) -> int:
+        """The collapsed convolution's stride."""
+        return self.pool // self.conv.stride
+
+    def taps(self) -> dict[int, list[int]]:
+        """The collapsed convolution along a dimension: output o meets input o*step + offset with the sum of these taps.
+
+        Tap k of input i lands on element i*stride - padding + k, and output o averages the elements from o*pool on.
+        """
+        sums: dict[int, list[int]] = {}
+        for tap in range(self.conv.kernel):
+            for element in range(self.pool):
+                offset, remainder = divmod(element + self.conv.padding - tap, self.conv.stride)
+                if remainder == 0:
+                    sums.setdefault(offset, []).append(tap)
+        return dict(sorted(sums.items()))
 
     def composition(self, args: Args) -> Tensor:
         a = _double(args)
-        wide = F.conv_transpose3d(a["input"], a["weight"], a["bias"], stride=a["stride"], padding=a["padding"])
-        pooled: Tensor = (F.avg_pool3d(wide, a["pool_kernel_size"]) * a["scale1"] + a["shift"]) * a["scale2"]
+        pool = {3: F.avg_pool1d, 4: F.avg_pool2d, 5: F.avg_pool3d}[a["input"].dim()]
+        pooled: Tensor = (pool(_conv_transpose(a, self.conv), self.pool) * a["scale1"] + a["shift"]) * a["scale2"]
         return pooled
 
     def hand(self) -> Callable[..., Tensor]:
-        return _hand_avg_pool
+        conv, taps, step, pool = self.conv, self.taps(), self.step, self.pool
+        first, last = min(taps), max(taps)
 
+        def convolution(
+            input: Tensor, weight: Tensor, bias: Tensor, scale1: Tensor, shift: Tensor, scale2: Tensor, **_: int
+        ) -> Tensor:
+            extents, dims = input.shape[2:], input.dim() - 2
+            for dim in range(2, dims + 2):
+                sums = [weight.narrow(dim, tap[0], len(tap)).sum(dim) for tap in taps.values()]
+                weight = torch.stack(sums, dim)
+            folded = weight.unflatten(0, (conv.groups, -1)).transpose(1, 2).flatten(0, 1)
+            folded = folded * (scale1 * scale2 / pool**dims)
+            # One padding holds for both ends, so there may be outputs too many at one of them.
+            outputs = [conv.extent(extent) // pool for extent in extents]
+            ends = [(output - 1) * step + last - extent + 1 for output, extent in zip(outputs, extents)]  # noqa: B905
+            padding = [max(-first, end, 0) for end in ends]
+            function = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[dims]
+            shifts = (bias * scale1 + shift.flatten()) * scale2
+            result = function(input, folded, shifts, [step] * dims, padding, groups=conv.groups)
+            for dim in range(dims):
+                result = result.narrow(dim + 2, (padding[dim] + first) // step, outputs[dim])
+            return result
 
-def _hand_avg_pool(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    stride: int,
-    padding: int,
-    pool_kernel_size: int,
-    scale1: Tensor,
-    shift: Tensor,
-    scale2: Tensor,
-) -> Tensor:
-    """For kernel 3, stride 2, padding 1 and pool 2 only: per dimension tap 0 is W[1] + W[2], tap 1 is W[0]."""
-    assert (stride, padding, pool_kernel_size) == (2, 1, 2)
-    taps = weight
-    for dim in (2, 3, 4):
-        first, second, third = taps.unbind(dim)
-        taps = torch.stack((second + third, first), dim)
-    folded = taps.transpose(0, 1) * (scale1 * scale2 / 8)
-    return F.conv3d(input, folded, (bias * scale1 + shift.flatten()) * scale2)
+        return convolution
 
 
 @dataclass(frozen=True)
@@ -339,8 +433,7 @@ class GlobalPool(Case):
     convolves = False
 
     def inputs(self, size: Size, dtype: torch.dtype, generator: torch.Generator) -> Args:
-        x = _features(size.input, dtype, generator)
-        return {"input": x.contiguous(memory_format=torch.channels_last) if self.channels_last else x}
+        return {"input": _in_format(_features(size.input, dtype, generator), self.channels_last)}
 
     def output_shape(self, size: Size) -> tuple[int, ...]:
         return (*size.input[:2], 1, 1)
@@ -366,18 +459,30 @@ _B_TEXT = "conv_transpose3d 3x3x3 stride 2, scale, avg_pool 2, bias, scale"
 
 
 def _global_pools(name: str, full: Size, reduced_batch: int, tiny: Size) -> list[Case]:
-    plane = f"{full.input[2]}x{full.input[3]}"
+    text = f"global average pool of {full.input[2]}x{full.input[3]}"
     sizes = (full, full.with_batch(reduced_batch), tiny)
+    dtypes = ("float32", "float16")
     return [
-        GlobalPool(name, f"global average pool of {plane}", *sizes),
-        GlobalPool(f"{name}-cl", f"global average pool of {plane}, channels_last", *sizes, channels_last=True),
+        GlobalPool(name, text, *sizes, dtypes=dtypes),
+        GlobalPool(f"{name}-cl", f"{text}, channels_last", *sizes, channels_last=True, dtypes=dtypes),
     ]
+
+
+def _average_pool(name: str, full: Size, reduced_batch: int, tiny: Size, conv: Conv, pool: int = 2) -> Case:
+    """B at other points, at which many channels may meet."""
+    dims = len(full.input) - 2
+    text = f"conv_transpose{dims}d {'x'.join([str(conv.kernel)] * dims)} stride {conv.stride}"
+    text += f" groups {conv.groups}" if conv.groups > 1 else ""
+    text += f", scale, avg_pool {pool}, bias, scale"
+    dtypes = ("float32", "float16") if dims > 1 else ("float16",)
+    sizes = (full, full.with_batch(reduced_batch), tiny)
+    return ConvAvgPool(name, text, *sizes, dtypes=dtypes, main=False, compute_bound=True, conv=conv, pool=pool)
 
 
 CASES: dict[str, Case] = {
     case.name: case
     for case in (
-        ConvGlobalPoolLogSumExp("A", _A_TEXT, _A_FULL, _A_REDUCED, _A_TINY),
+        ConvGlobalPoolLogSumExp("A", _A_TEXT, _A_FULL, _A_REDUCED, _A_TINY, dtypes=("float32", "bfloat16")),
         ConvGlobalPool("A0", "conv_transpose2d 3x3, mean, bias", _A_FULL, _A_REDUCED, _A_TINY),
         ConvGlobalPoolLogSumExp(
             "A-b1", f"{_A_TEXT}; batch 1", _A_FULL.with_batch(1), _A_FULL.with_batch(1), _A_TINY.with_batch(1)
@@ -389,8 +494,50 @@ CASES: dict[str, Case] = {
             Size((128, 3, 32, 32), 16),
             Size((4, 3, 8, 8), 16),
         ),
-        ConvAvgPool("B", _B_TEXT, _B_FULL, _B_FULL.with_batch(16), _B_TINY),
+        ConvGlobalPoolLogSumExp(
+            "A-pad",
+            f"{_A_TEXT}; stride 2, padding 1, output_padding 1",
+            Size((16, 64, 128, 128), 128),
+            Size((4, 64, 128, 128), 128),
+            _A_TINY,
+            main=False,
+            conv=Conv(stride=2, padding=1, output_padding=1),
+        ),
+        ConvAvgPool("B", _B_TEXT, _B_FULL, _B_FULL.with_batch(16), _B_TINY, dtypes=("float32", "float16", "bfloat16")),
         ConvAvgPool("B-b1", f"{_B_TEXT}; batch 1", _B_FULL.with_batch(1), _B_FULL.with_batch(1), _B_TINY.with_batch(1)),
+        ConvAvgPool(
+            "B-cl",
+            f"{_B_TEXT}; channels_last_3d",
+            _B_FULL,
+            _B_FULL.with_batch(16),
+            _B_TINY,
+            channels_last=True,
+            dtypes=("float32", "float16"),
+            main=False,
+        ),
+        _average_pool(
+            "B-2d", Size((32, 64, 128, 128), 64), 2, Size((3, 4, 6, 5), 4), Conv(kernel=4, stride=2, padding=1)
+        ),
+        _average_pool(
+            "B-3d",
+            Size((16, 16, 16, 64, 64), 32),
+            1,
+            Size((3, 4, 4, 6, 5), 8),
+            Conv(stride=2, padding=1, output_padding=1),
+        ),
+        _average_pool(
+            "B-pool4", Size((64, 3, 32, 32, 32), 16), 8, Size((3, 3, 8, 6, 5), 4), Conv(stride=2, padding=1), pool=4
+        ),
+        _average_pool(
+            "B-1d", Size((16, 256, 8192), 128), 1, Size((3, 8, 20), 4), Conv(kernel=16, stride=8, padding=4), pool=8
+        ),
+        _average_pool(
+            "B-dw",
+            Size((32, 64, 128, 128), 64),
+            4,
+            Size((2, 64, 6, 5), 64),
+            Conv(kernel=4, stride=2, padding=1, groups=64),
+        ),
         *_global_pools("G-7", Size((256, 2048, 7, 7)), 32, Size((3, 8, 7, 7))),
         *_global_pools("G-56", Size((32, 512, 56, 56)), 4, Size((2, 4, 12, 12))),
         *_global_pools("G-512", Size((16, 64, 512, 512)), 4, Size((2, 3, 16, 16))),

@@ -43,7 +43,10 @@ class Row:
 
 @dataclass(frozen=True)
 class LimitResult:
-    """The memory limit, measured before and after the peers; the better one counts."""
+    """The memory limit, measured before and after the peers; the better one counts.
+
+    Where the operations may take longer than the bytes, also their time at the rate of a matrix product.
+    """
 
     kind: str
     bytes_moved: int
@@ -52,6 +55,19 @@ class LimitResult:
     after_ms: float
     timing: Timing
     note: str = ""
+    operations_ms: float | None = None
+    operations_per_s: float | None = None
+    operations_dtype: str = ""
+
+    @property
+    def by_operations(self) -> bool:
+        """Whether the operations take longer than the bytes."""
+        return self.operations_ms is not None and self.operations_ms > self.timing.median_ms
+
+    @property
+    def ms(self) -> float:
+        """The larger of the two floors."""
+        return max(self.timing.median_ms, self.operations_ms or 0.0)
 
 
 @dataclass(frozen=True)
@@ -83,7 +99,7 @@ class CaseResult:
     def limit_ratio(self) -> float | None:
         """The faster of ours and ours under a CUDA graph, over the limit."""
         ours = self.median("ours", "ours_graph")
-        return ours / self.limit.timing.median_ms if ours is not None and self.limit else None
+        return ours / self.limit.ms if ours is not None and self.limit else None
 
 
 @dataclass(frozen=True)
@@ -207,7 +223,7 @@ def case_table(case: CaseResult) -> Table:
     for heading in ("ms", "IQR", "GB/s", "× limit", "speed-up", "error"):
         table.add_column(heading, justify="right", no_wrap=True)
     ours = case.median("ours", "ours_graph")
-    limit = case.limit.timing.median_ms if case.limit else None
+    limit = case.limit.ms if case.limit else None
     moved = case.bytes_read + case.bytes_written
     for row in case.rows:
         style = "bold" if row.peer.startswith("ours") else None
@@ -230,9 +246,15 @@ def case_table(case: CaseResult) -> Table:
     if case.limit:
         timing = case.limit.timing
         rate = f"{case.limit.bytes_moved / timing.median_ms / 1e6:.0f}"
-        cells = (milliseconds(limit), _spread(timing), rate, "1", "", "")
+        ratio = _ratio(timing.median_ms / case.limit.ms) if case.limit.by_operations else "1"
         table.add_section()
-        table.add_row(f"limit ({case.limit.kind})", *cells)
+        table.add_row(
+            f"limit ({case.limit.kind})", milliseconds(timing.median_ms), _spread(timing), rate, ratio, "", ""
+        )
+        floor = case.limit.operations_ms
+        if floor is not None:
+            ratio = "1" if case.limit.by_operations else _ratio(floor / case.limit.ms)
+            table.add_row("limit (operations)", milliseconds(floor), "", "", ratio, "", "")
     return table
 
 
@@ -246,7 +268,11 @@ def _limit_caption(case: CaseResult) -> str | None:
     before, after = milliseconds(case.limit.before_ms), milliseconds(case.limit.after_ms)
     note = f"; {escape(case.limit.note)}" if case.limit.note else ""
     moved = f"{case.limit.kind} {_bytes(case.limit.bytes_moved)}"
-    return f"limit: {moved}, before {before}, after {after} ms; {escape(case.limit.method)}{note}"
+    operations = ""
+    if case.limit.operations_per_s is not None:
+        rate = f"{case.limit.operations_per_s / 1e12:.3g} TFLOP/s, a matrix product's in {case.limit.operations_dtype}"
+        operations = f"; {case.operations / 1e9:.3g} GFLOP at {rate}"
+    return f"limit: {moved}, before {before}, after {after} ms; {escape(case.limit.method)}{note}{operations}"
 
 
 def host_table(rows: Sequence[HostRow]) -> Table:
@@ -308,7 +334,11 @@ def print_run(run: Run, console: Console, demo: bool = False) -> None:
 
 def machine_line(run: Run) -> str:
     """The machine and software in a line."""
-    machine = run.machine
+    return describe(run.machine)
+
+
+def describe(machine: Mapping[str, Any]) -> str:
+    """The facts of a machine in a line."""
     parts = [str(machine["device"])]
     if machine.get("driver"):
         parts.append(f"driver {machine['driver']}")
@@ -336,16 +366,17 @@ _COLUMNS = (
 
 _README_LEGEND = (
     "Medians, caches flushed by reading before each call. *limit*: the best of several plain kernels, in the same run, "
-    "that read the input (A, G) or copy as many bytes as are read and written (B). *ours / limit*: the faster of our "
-    "two. *eager*: TF32 off; the other peers leave convolutions at PyTorch's default, TF32. *by hand*: the same "
-    "collapse written in PyTorch; the best of eager, compiled, and compiled under a CUDA graph. *error*: ours against "
-    "float64, relative to the largest value."
+    "that read the input (A, G) or copy as many bytes as are read and written (B), or where that is longer, *ops*, the "
+    "operations at the rate of a matrix product of that dtype (TF32 off; on a CPU float32 for the half types). "
+    "*ours / limit*: the faster of our two. *eager*: TF32 off; other peers leave convolutions at PyTorch's default, "
+    "TF32. *by hand*: the same collapse written in PyTorch; the best of eager, compiled, and compiled under a CUDA "
+    "graph. *error*: ours against float64, relative to the largest value."
 )
 
 
-def markdown(runs: Iterable[Run]) -> str:
-    """A table for each run, its machine named above it, and what the columns mean."""
-    return "\n\n".join(["\n".join(_markdown_lines(run)) for run in runs] + [_README_LEGEND])
+def markdown(runs: Iterable[Run], more: Iterable[str] = ()) -> str:
+    """A table for each run, its machine named above it, and what the columns mean; then what else there is."""
+    return "\n\n".join(["\n".join(_markdown_lines(run)) for run in runs] + [_README_LEGEND, *more])
 
 
 def _markdown_lines(run: Run) -> list[str]:
@@ -362,7 +393,7 @@ def _markdown_lines(run: Run) -> list[str]:
             _case_name(case),
             _shape(case),
             *(_cell(case, peers) for _, peers in _COLUMNS),
-            milliseconds(case.limit.timing.median_ms if case.limit else None),
+            _limit_cell(case.limit),
             _ratio(case.limit_ratio()),
             _error(ours.error if ours else None),
         ]
@@ -373,6 +404,12 @@ def _markdown_lines(run: Run) -> list[str]:
     return lines
 
 
+def _limit_cell(limit: LimitResult | None) -> str:
+    if limit is None:
+        return milliseconds(None)
+    return milliseconds(limit.ms) + (" ops" if limit.by_operations else "")
+
+
 def _cell(case: CaseResult, peers: tuple[str, ...]) -> str:
     rows = [row for row in (case.row(peer) for peer in peers) if row is not None]
     median = case.median(*peers)
@@ -381,10 +418,10 @@ def _cell(case: CaseResult, peers: tuple[str, ...]) -> str:
     return _STATUS_TEXT[rows[0].status]
 
 
-def update_readme(text: str, runs: Iterable[Run]) -> str:
-    """The text with the table between the two markers generated anew."""
+def update_readme(text: str, runs: Iterable[Run], more: Iterable[str] = ()) -> str:
+    """The text with the tables between the two markers generated anew."""
     before, begin, rest = text.partition(README_BEGIN)
     _, end, after = rest.partition(README_END)
     if not begin or not end:
         raise ValueError(f"no region between {README_BEGIN} and {README_END}")
-    return f"{before}{begin}\n{markdown(runs)}\n{end}{after}"
+    return f"{before}{begin}\n{markdown(runs, more)}\n{end}{after}"

@@ -410,7 +410,28 @@ class Limit:
             except _NO_RUNTIME_COMPILER as error:
                 self.note = f"no run-time compilation, so only {self._calls[0][0]}: {error}"
 
-    def measure(self, timer: Timer, budget_s: float) -> tuple[str, Timing]:
-        """The fastest way of moving the bytes, and its time; all candidates share the budget."""
-        timed = [(name, Timing.of(timer.sample(call, budget_s / len(self._calls)))) for name, call in self._calls]
+    def measure(self, timer: Timer, budget_s: float, only: str | None = None) -> tuple[str, Timing]:
+        """The fastest way of moving the bytes, and its time; all candidates, or those named so, share the budget."""
+        calls = [(name, call) for name, call in self._calls if only in (None, name)]
+        timed = [(name, Timing.of(timer.sample(call, budget_s / len(calls)))) for name, call in calls]
         return min(timed, key=lambda entry: entry[1].median_ms)
+
+
+def operation_rate(
+    dtype: torch.dtype, device: torch.device, timer: Timer, budget_s: float
+) -> tuple[torch.dtype, float]:
+    """Floating-point operations a second in a large matrix product, and the dtype of that product.
+
+    On a GPU that is the rate of the tensor cores for the half types, and of plain multiply-adds for float32 (TF32 off).
+    Few CPUs have products of half types, and substitutes are slow: there they count as float32.
+    """
+    size = 8192 if device.type == "cuda" else 1024
+    dtype = dtype if device.type == "cuda" else torch.promote_types(dtype, torch.float32)
+    a, b = (torch.rand(size, size, device=device).sub_(0.5).to(dtype) for _ in range(2))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        spent = Timing.of(timer.sample(lambda: torch.mm(a, b), budget_s))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    return dtype, 2e3 * size**3 / spent.median_ms
