@@ -81,13 +81,14 @@ $(VENV)/.wheel: dist/.built | $(VENV)/.tools
 # ---- on a machine with a GPU: its own Python and torch as they are, nothing fetched
 GPU := $(abspath build/gpu-check)
 OUT ?= $(GPU)
-GPU_STEPS := build test memcheck racecheck bench
+GPU_STEPS := build test properties memcheck racecheck initcheck synccheck bench
 GPU_NEEDS := torch numpy pybind11 setuptools pytest hypothesis rich
 gpu_python = $(outside) PYTHONPATH=$(GPU)/site $(PYTHON)
 sanitizer = $(or $(shell command -v compute-sanitizer 2>/dev/null),/usr/local/cuda/bin/compute-sanitizer)
 # Without torch's caching allocator, memcheck knows where each tensor ends; only this package's kernels are instrumented.
 sanitize = $(outside) PYTHONPATH=$(GPU)/site PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(sanitizer) --error-exitcode 1 \
     --kernel-name kns=fused --tool
+sanitized_tests = $(PYTHON) -m pytest -m "sanitize and cuda" $(CURDIR)/tests
 
 .PHONY: gpu-check $(addprefix gpu-,$(GPU_STEPS))
 
@@ -115,8 +116,19 @@ gpu-build:
 gpu-test:
 	$(gpu_python) -m pytest $(CURDIR)/tests
 
-gpu-memcheck gpu-racecheck: gpu-%:
-	$(sanitize) $* $(PYTHON) -m pytest -m "sanitize and cuda" $(CURDIR)/tests
+gpu-properties: export FUSED_KERNELS_EXAMPLES ?= 3000
+gpu-properties:
+	$(gpu_python) -m pytest -m "properties and cuda" --hypothesis-show-statistics $(CURDIR)/tests
+
+gpu-memcheck gpu-racecheck gpu-synccheck: gpu-%:
+	$(sanitize) $* $(sanitized_tests)
+
+# Here every kernel has to be instrumented, or memory that torch's have written would count as never written; and copies to
+# the host stay unchecked. Only what this package's kernels read decides.
+gpu-initcheck:
+	@log=$(GPU)/initcheck.log; ($(outside) PYTHONPATH=$(GPU)/site PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(sanitizer) \
+	    --tool initcheck --check-api-memory-access no --show-backtrace no --print-limit 0 $(sanitized_tests)) >$$log 2>&1; \
+	    status=$$?; grep -v ^========= $$log; if grep 'at .*fused::' $$log; then exit 1; fi; exit $$status
 
 gpu-bench:
 	$(outside) COLUMNS=160 PYTHONPATH=$(GPU)/site $(PYTHON) -m fused_kernels.bench --device cuda $(ARGS) \
