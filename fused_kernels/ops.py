@@ -5,8 +5,11 @@ Every op is forward-only: it runs with gradients on, and ``backward`` then raise
 ``_C``), so an error reads the same from the op, the wrapper, a fake tensor, ``torch.vmap`` and ``torch.compile``.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -39,17 +42,18 @@ def _tensor(factor: Factor) -> Tensor | None:
     return torch.scalar_tensor(factor, dtype=torch.float64)
 
 
-_PLAIN = (int, list, tuple)
-
-
-def _size(size: Size) -> Size:
-    """A size as the schemas take it, at little cost: numbers that are not plain (symbolic ones, NumPy's) as a list."""
-    # Under Dynamo a symbolic number says that it is an int.
-    return size if type(size) in _PLAIN and not torch.compiler.is_dynamo_compiling() else _list(size)
-
-
 def _list(size: Size) -> list[int]:
-    return list(size) if isinstance(size, Sequence) else [size]
+    # Sequence comes last, since it takes the longest.
+    return [size] if isinstance(size, int) or not isinstance(size, (list, tuple, Sequence)) else list(size)
+
+
+_PLAIN = {int, list, tuple}
+
+
+def _sizes(*sizes: Size) -> Sequence[Size]:
+    """As the schemas take them, at little cost: those that are not plain (symbolic numbers, NumPy's) as lists."""
+    # Under Dynamo a symbolic number says that it is an int.
+    return sizes if {*map(type, sizes)} <= _PLAIN and not torch.compiler.is_dynamo_compiling() else [*map(_list, sizes)]
 
 
 # ---- wrappers ----------------------------------------------------------------------------------------------------
@@ -78,7 +82,9 @@ def global_avg_pool(input: Tensor) -> Tensor:
         >>> fused_kernels.global_avg_pool(torch.ones(2, 3, 7, 7)).shape
         torch.Size([2, 3, 1, 1])
     """
-    return _OPS.global_avg_pool.default(input)
+    op, guard = _enter(_OPS.global_avg_pool.default, (input,))
+    with guard:
+        return op(input)
 
 
 def conv_transpose_global_avg_pool(
@@ -123,18 +129,22 @@ def conv_transpose_global_avg_pool(
         >>> fused_kernels.conv_transpose_global_avg_pool(x, weight).flatten()[0]  # 16 * 3 * 9 / 36
         tensor(12.)
     """
-    return _OPS.conv_transpose_global_avg_pool.default(
-        input,
-        weight,
-        bias,
-        _size(stride),
-        _size(padding),
-        _size(output_padding),
-        groups,
-        _size(dilation),
-        scale=_tensor(scale),
-        shift=_tensor(shift),
-    )
+    stride, padding, output_padding, dilation = _sizes(stride, padding, output_padding, dilation)
+    scale, shift = _tensor(scale), _tensor(shift)
+    op, guard = _enter(_OPS.conv_transpose_global_avg_pool.default, (input, weight, bias, scale, shift))
+    with guard:
+        return op(
+            input,
+            weight,
+            bias,
+            stride,
+            padding,
+            output_padding,
+            groups,
+            dilation,
+            scale=scale,
+            shift=shift,
+        )
 
 
 def conv_transpose_global_avg_pool_logsumexp(
@@ -174,19 +184,23 @@ def conv_transpose_global_avg_pool_logsumexp(
         raise TypeError(
             "fused::conv_transpose_global_avg_pool_logsumexp: expected `out_scale` to be a number, but got a Tensor"
         )
-    return _OPS.conv_transpose_global_avg_pool_logsumexp.default(
-        input,
-        weight,
-        bias,
-        _size(stride),
-        _size(padding),
-        _size(output_padding),
-        groups,
-        _size(dilation),
-        scale=_tensor(scale),
-        shift=_tensor(shift),
-        out_scale=out_scale,
-    )
+    stride, padding, output_padding, dilation = _sizes(stride, padding, output_padding, dilation)
+    scale, shift = _tensor(scale), _tensor(shift)
+    op, guard = _enter(_OPS.conv_transpose_global_avg_pool_logsumexp.default, (input, weight, bias, scale, shift))
+    with guard:
+        return op(
+            input,
+            weight,
+            bias,
+            stride,
+            padding,
+            output_padding,
+            groups,
+            dilation,
+            scale=scale,
+            shift=shift,
+            out_scale=out_scale,
+        )
 
 
 def conv_transpose_avg_pool(
@@ -234,21 +248,27 @@ def conv_transpose_avg_pool(
         >>> fused_kernels.conv_transpose_avg_pool(x, weight, stride=2, padding=1).shape
         torch.Size([2, 5, 7, 7])
     """
-    return _OPS.conv_transpose_avg_pool.default(
-        input,
-        weight,
-        bias,
-        _size(stride),
-        _size(padding),
-        _size(output_padding),
-        groups,
-        _size(dilation),
-        _size(pool_kernel_size),
-        _pool_stride(pool_stride, pool_kernel_size),
-        scale1=_tensor(scale1),
-        shift=_tensor(shift),
-        scale2=_tensor(scale2),
+    stride, padding, output_padding, dilation, pool_kernel_size = _sizes(
+        stride, padding, output_padding, dilation, pool_kernel_size
     )
+    scale1, shift, scale2 = _tensor(scale1), _tensor(shift), _tensor(scale2)
+    op, guard = _enter(_OPS.conv_transpose_avg_pool.default, (input, weight, bias, scale1, shift, scale2))
+    with guard:
+        return op(
+            input,
+            weight,
+            bias,
+            stride,
+            padding,
+            output_padding,
+            groups,
+            dilation,
+            pool_kernel_size,
+            _pool_stride(pool_stride, pool_kernel_size),
+            scale1=scale1,
+            shift=shift,
+            scale2=scale2,
+        )
 
 
 # ---- checks and fake kernels -------------------------------------------------------------------------------------
@@ -275,89 +295,46 @@ def _is_channels_last(input: Tensor) -> bool:
     )
 
 
-def _check_global_avg_pool(input: Tensor) -> list[Any]:
-    return _C.check_global_avg_pool(_info(input))
-
-
-def _check_global(op: str, logsumexp: bool) -> Callable[..., list[Any]]:
-    def check(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Sequence[int] = (1,),
-        padding: Sequence[int] = (0,),
-        output_padding: Sequence[int] = (0,),
-        groups: int = 1,
-        dilation: Sequence[int] = (1,),
-        *,
-        scale: Tensor | None = None,
-        shift: Tensor | None = None,
-        out_scale: float = 1.0,
-    ) -> list[Any]:
-        return _C.check_conv_transpose_global_avg_pool(
-            op,
-            logsumexp,
-            _info(input),
-            _info(weight),
-            _info(bias),
-            stride,
-            padding,
-            output_padding,
-            groups,
-            dilation,
-            _info(scale),
-            _info(shift),
-        )
-
-    return check
-
-
-def _check_avg_pool(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Sequence[int] = (1,),
-    padding: Sequence[int] = (0,),
-    output_padding: Sequence[int] = (0,),
-    groups: int = 1,
-    dilation: Sequence[int] = (1,),
-    pool_kernel_size: Sequence[int] = (2,),
-    pool_stride: Sequence[int] = (),
-    *,
-    scale1: Tensor | None = None,
-    shift: Tensor | None = None,
-    scale2: Tensor | None = None,
-) -> list[Any]:
-    return _C.check_conv_transpose_avg_pool(
-        _info(input),
-        _info(weight),
-        _info(bias),
-        stride,
-        padding,
-        output_padding,
-        groups,
-        dilation,
-        pool_kernel_size,
-        pool_stride,
-        _info(scale1),
-        _info(shift),
-        _info(scale2),
-    )
-
-
-# Each takes its op's arguments and gives the output's sizes, or raises the op's error.
-_CHECKS: dict[str, Callable[..., list[Any]]] = {
-    "global_avg_pool": _check_global_avg_pool,
-    "conv_transpose_global_avg_pool": _check_global("conv_transpose_global_avg_pool", False),
-    "conv_transpose_global_avg_pool_logsumexp": _check_global("conv_transpose_global_avg_pool_logsumexp", True),
-    "conv_transpose_avg_pool": _check_avg_pool,
+_SIGNATURES = {name: inspect.signature(globals()[name]) for name in __all__ if name != "plan"}
+# What the checks and plans take, by what the wrapper's argument is; nothing of the float.
+_FACTS: dict[Any, Callable[[Any], Any]] = {
+    Tensor: _info,
+    Tensor | None: _info,
+    Factor: lambda factor: _info(_tensor(factor)),
+    Size: _list,
+    int: lambda number: number,
 }
+
+
+def _facts(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """An op's arguments as the checks and plans take them: in their order, defaults included."""
+    bound = _SIGNATURES[op].bind(*args, **kwargs)
+    bound.apply_defaults()
+    kinds = {name: parameter.annotation for name, parameter in _SIGNATURES[op].parameters.items()}
+    return [_FACTS[kinds[name]](value) for name, value in bound.arguments.items() if kinds[name] in _FACTS]
+
+
+_CHECKS: dict[str, Callable[..., list[Any]]] = {
+    "global_avg_pool": _C.check_global_avg_pool,
+    "conv_transpose_global_avg_pool": partial(
+        _C.check_conv_transpose_global_avg_pool, "conv_transpose_global_avg_pool", False
+    ),
+    "conv_transpose_global_avg_pool_logsumexp": partial(
+        _C.check_conv_transpose_global_avg_pool, "conv_transpose_global_avg_pool_logsumexp", True
+    ),
+    "conv_transpose_avg_pool": _C.check_conv_transpose_avg_pool,
+}
+
+
+def _check(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The output's sizes, or the op's error."""
+    return _CHECKS[op](*_facts(op, args, kwargs))
 
 
 def _fake(op: str) -> None:
     @torch.library.register_fake(f"fused::{op}")
     def _(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        output = input.new_empty(_CHECKS[op](input, *args, **kwargs))
+        output = input.new_empty(_check(op, (input, *args), kwargs))
         if op == "conv_transpose_avg_pool" and _is_channels_last(input):
             return output.to(memory_format=_CHANNELS_LAST[input.dim()])
         return output
@@ -436,29 +413,40 @@ def _forward_only(op: torch._ops.OpOverload) -> None:
 # where no gradient is needed, Python's callers skip it and go where it would send them: below Autograd.
 
 
-def _skipping_autograd(call: Callable[..., Any]) -> Callable[..., Any]:
-    def skipping(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if (
-            torch.is_inference_mode_enabled()  # is below Autograd already
-            or (torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs))
-            or forward_ad._current_level >= 0
-            # What these wrap may need a gradient.
-            or torch._C._are_functorch_transforms_active()
-            or has_torch_function((*args, *kwargs.values()))
-        ):
-            return call(self, *args, **kwargs)
-        with torch._C._AutoDispatchBelowAutograd():
-            return call(self, *args, **kwargs)
+def _autograd_matters(args: tuple[Any, ...]) -> bool:
+    return bool(
+        torch.is_inference_mode_enabled()  # is below Autograd already
+        or (torch.is_grad_enabled() and torch._C._any_requires_grad(*args))
+        or forward_ad._current_level >= 0
+        # What these wrap may need a gradient.
+        or torch._C._are_functorch_transforms_active()
+        or has_torch_function(args)
+    )
 
-    return skipping
+
+def _skipping_autograd(op: Any, /, *args: Any, **kwargs: Any) -> Any:
+    if _autograd_matters((*args, *kwargs.values())):
+        return op._op(*args, **kwargs)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op._op(*args, **kwargs)
 
 
 class _Overload(torch._ops.OpOverload):
-    __call__ = _skipping_autograd(torch._ops.OpOverload.__call__)
+    __call__ = _skipping_autograd
 
 
 class _OverloadPacket(torch._ops.OpOverloadPacket):
-    __call__ = _skipping_autograd(torch._ops.OpOverloadPacket.__call__)
+    __call__ = _skipping_autograd
+
+
+def _enter(op: Any, tensors: tuple[Tensor | None, ...]) -> tuple[Callable[..., Tensor], AbstractContextManager[Any]]:
+    """What a wrapper calls within what, which costs less than passing its arguments on; it knows which are tensors."""
+    if torch.compiler.is_dynamo_compiling():
+        return op, nullcontext()
+    return op._op, _NO_GUARD if _autograd_matters(tensors) else torch._C._AutoDispatchBelowAutograd()
+
+
+_NO_GUARD = nullcontext()
 
 
 def _no_backward_message(op: str) -> str:
@@ -495,16 +483,18 @@ def _cast(device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     def cast(value: Any) -> Any:
         if (
             not isinstance(value, Tensor)
-            or value.device.type != device_type
+            or value.dtype in (dtype, torch.float64)
             or not value.is_floating_point()
-            or value.dtype == torch.float64
+            or value.device.type != device_type
         ):
             return value
         return value.to(dtype)
 
     # Scales and shifts, which are keyword-only, may have any dtype where they are taken by value, and keep it.
-    by_value = {n for n, v in kwargs.items() if isinstance(v, Tensor) and v.is_cpu and v.dim() == 0}
-    return tuple(map(cast, args)), {n: v if n in by_value else cast(v) for n, v in kwargs.items()}
+    def is_by_value(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.is_cpu and value.dim() == 0
+
+    return tuple(map(cast, args)), {n: v if is_by_value(v) else cast(v) for n, v in kwargs.items()}
 
 
 def _follow_autocast(op: torch._ops.OpOverload, device_type: str) -> None:
@@ -543,7 +533,7 @@ def _batch(op: torch._ops.OpOverload) -> None:
             with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)):
                 if all(dim is None for dim in dims.values()):  # those of another vmap are
                     return op(*args, **kwargs)
-                shape = _CHECKS[name](*args, **kwargs)  # of one call, and its errors
+                shape = _check(name, args, kwargs)  # of one call, and its errors
                 if size == 0:
                     output, dim = arguments["input"].new_empty(0, *shape), 0
                 elif all(dim is None for argument, dim in dims.items() if argument != "input"):
@@ -659,7 +649,7 @@ def plan(op: str, input: Tensor, *args: Any, device: "_C.DeviceProperties | None
         raise ValueError(f"fused_kernels.plan: expected `op` to be one of {', '.join(_PLANS)}, but got {op!r}")
     if device is None:
         device = _device_properties(input.device)
-    return _PLANS[op](device, input, *args, **kwargs)
+    return _PLANS[op](device, input, _facts(op, (input, *args), kwargs))
 
 
 def _device_properties(device: torch.device) -> _C.DeviceProperties:
@@ -678,72 +668,17 @@ def _reads_channels_last(input: Tensor) -> bool:
     return not input.is_contiguous() and input.movedim(1, -1).is_contiguous()
 
 
-def _plan_global_avg_pool(device: _C.DeviceProperties, input: Tensor) -> _C.Plan:
-    return _C.plan_global_avg_pool(device, _reads_channels_last(input), _info(input))
+def _plan_global(name: str, logsumexp: bool, device: _C.DeviceProperties, input: Tensor, facts: list[Any]) -> _C.Plan:
+    return _C.plan_conv_transpose_global_avg_pool(device, _reads_channels_last(input), name, logsumexp, *facts)
 
 
-def _plan_global(op: str, logsumexp: bool) -> Callable[..., _C.Plan]:
-    def plan_it(
-        device: _C.DeviceProperties,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Size = 1,
-        padding: Size = 0,
-        output_padding: Size = 0,
-        groups: int = 1,
-        dilation: Size = 1,
-        *,
-        scale: Factor = None,
-        shift: Factor = None,
-        out_scale: float = 1.0,
-    ) -> _C.Plan:
-        return _C.plan_conv_transpose_global_avg_pool(
-            device,
-            _reads_channels_last(input),
-            op,
-            logsumexp,
-            *map(_info, (input, weight, bias)),
-            *map(_list, (stride, padding, output_padding)),
-            groups,
-            _list(dilation),
-            *map(_info, map(_tensor, (scale, shift))),
-        )
-
-    return plan_it
-
-
-def _plan_avg_pool(
-    device: _C.DeviceProperties,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Size = 1,
-    padding: Size = 0,
-    output_padding: Size = 0,
-    groups: int = 1,
-    dilation: Size = 1,
-    pool_kernel_size: Size = 2,
-    pool_stride: Size = (),
-    *,
-    scale1: Factor = None,
-    shift: Factor = None,
-    scale2: Factor = None,
-) -> _C.Plan:
-    return _C.plan_conv_transpose_avg_pool(
-        device,
-        _is_channels_last(input),
-        *map(_info, (input, weight, bias)),
-        *map(_list, (stride, padding, output_padding)),
-        groups,
-        *map(_list, (dilation, pool_kernel_size, pool_stride)),
-        *map(_info, map(_tensor, (scale1, shift, scale2))),
-    )
-
-
-_PLANS: dict[str, Callable[..., _C.Plan]] = {
-    "global_avg_pool": _plan_global_avg_pool,
-    "conv_transpose_global_avg_pool": _plan_global("conv_transpose_global_avg_pool", False),
-    "conv_transpose_global_avg_pool_logsumexp": _plan_global("conv_transpose_global_avg_pool_logsumexp", True),
-    "conv_transpose_avg_pool": _plan_avg_pool,
+_PLANS: dict[str, Callable[[_C.DeviceProperties, Tensor, list[Any]], _C.Plan]] = {
+    "global_avg_pool": lambda device, input, facts: _C.plan_global_avg_pool(
+        device, _reads_channels_last(input), *facts
+    ),
+    "conv_transpose_global_avg_pool": partial(_plan_global, "conv_transpose_global_avg_pool", False),
+    "conv_transpose_global_avg_pool_logsumexp": partial(_plan_global, "conv_transpose_global_avg_pool_logsumexp", True),
+    "conv_transpose_avg_pool": lambda device, input, facts: _C.plan_conv_transpose_avg_pool(
+        device, _is_channels_last(input), *facts
+    ),
 }
