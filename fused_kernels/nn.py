@@ -56,6 +56,7 @@ class ConvTranspose2dGlobalAvgPoolLogSumExp(nn.Module):
         self.out_scale = out_scale
 
     def forward(self, input: Tensor) -> Tensor:
+        """One fused op, or, where a gradient is needed, the plain composition."""
         conv = self.conv_transpose
         op = reference if _needs_grad(self, input) else ops
         return op.conv_transpose_global_avg_pool_logsumexp(
@@ -115,6 +116,7 @@ class ConvTranspose3dAvgPool(nn.Module):
         self.pool_kernel_size = pool_kernel_size
 
     def forward(self, input: Tensor) -> Tensor:
+        """One fused op, or, where a gradient is needed, the plain composition."""
         conv = self.conv_transpose
         op = reference if _needs_grad(self, input) else ops
         return op.conv_transpose_avg_pool(

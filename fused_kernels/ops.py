@@ -404,7 +404,8 @@ def _forward_only(op: torch._ops.OpOverload) -> None:
         called = _batching.get() or name
         if torch._C._are_functorch_transforms_active():
             raise RuntimeError(_no_backward_message(called))
-        return _ForwardOnly.apply(called, call, *tensors)
+        apply: Callable[..., Tensor] = _ForwardOnly.apply
+        return apply(called, call, *tensors)
 
     _registrations.impl(name, kernel, "Autograd", with_keyset=True)
 
@@ -521,7 +522,7 @@ def _batch(op: torch._ops.OpOverload) -> None:
         if called is None and name in _FOLLOW_AUTOCAST:  # while a scale that is taken by value still looks like one
             for device_type in filter(torch.is_autocast_enabled, _AUTOCAST_DEVICES):
                 args, kwargs = _cast(device_type, args, kwargs)
-        interpreter = retrieve_current_functorch_interpreter()
+        interpreter: Any = retrieve_current_functorch_interpreter()
         level, size = interpreter.level(), interpreter.batch_size()
         arguments: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
         dims: dict[str, int | None] = {}
@@ -655,7 +656,7 @@ def plan(op: str, input: Tensor, *args: Any, device: "_C.DeviceProperties | None
 def _device_properties(device: torch.device) -> _C.DeviceProperties:
     if device.type != "cuda":
         return _C.DeviceProperties()
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)
     return _C.DeviceProperties(
         properties.major * 10 + properties.minor,
         properties.multi_processor_count,

@@ -226,8 +226,38 @@ def test_allowed_error_is_eagers_or_one_ulp() -> None:
 def test_host_calls_are_verified_against_right_values() -> None:
     for probe in host_calls(torch.float32, torch.Generator().manual_seed(3)):
         assert probe.exact.dtype == torch.float64
-        if not probe.ours:
-            assert relative_error(probe.call(), probe.exact) < PEER_TOLERANCE[torch.float32]
+        if probe.way in ("eager", "wrapper", "module"):
+            with torch.no_grad():
+                assert relative_error(probe.function(**probe.args), probe.exact) < PEER_TOLERANCE[torch.float32]
+
+
+def test_host_calls_cover_every_op() -> None:
+    found = {(probe.label, probe.way) for probe in host_calls(torch.float32, torch.Generator())}
+    ops = {case.op for case in CASES.values()}
+    assert len(ops) == 4
+    for label in (*ops, "torch.mean", "conv_transpose2d", "conv_transpose3d"):
+        assert {(label, way) for way in ("eager", "compiled")} <= found
+    assert {op for op, way in found if way == "wrapper"} == ops
+    assert len({op for op, way in found if way == "module"}) == 2
+
+
+def test_host_times_in_the_readme() -> None:
+    """A table; a line for results from before there were several ways."""
+    rows = [
+        report.HostRow("pool", "float32", "ok", microseconds=10.0, way="eager"),
+        report.HostRow("pool", "float32", "ok", microseconds=11.96, way="wrapper"),
+        report.HostRow("chain", "float32", "ok", microseconds=12.0, way="eager"),
+        report.HostRow("chain", "float32", "FAILED", "wrong", way="wrapper"),
+    ]
+    assert report._host_lines(rows)[1:] == [
+        "| host time of one small call, µs | eager | wrapper |",
+        "|---|--:|--:|",
+        "| pool | 10.0 | 12.0 |",
+        "| chain | 12.0 | – |",
+    ]
+    old = [report.HostRow(label, "float32", "ok", microseconds=9.04) for label in ("pool", "chain")]
+    assert report._host_lines(old)[1:] == ["Host time of one small call, µs: pool 9.0, chain 9.0."]
+    assert report._host_lines([]) == []
 
 
 # --- Timer and limit ---
@@ -385,7 +415,8 @@ def test_installed_command(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["schema"] == report.SCHEMA
     run = report.read_json(path)
     assert run.cases[0].median("ours") is not None
-    assert {row.label for row in run.host} >= {"torch.mean", "global_avg_pool", "conv_transpose2d"}
+    assert {(row.label, row.way) for row in run.host} >= {("torch.mean", "eager"), ("global_avg_pool", "wrapper")}
+    assert all(row.status == "ok" and row.way != "compiled" for row in run.host)
 
 
 def test_list_and_unknown_names(capsys: pytest.CaptureFixture[str]) -> None:

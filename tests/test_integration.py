@@ -32,7 +32,7 @@ def _chain(
     inputs: Inputs, dtype: torch.dtype, shape: tuple[int, ...], weight: tuple[int, ...], **kwargs: Any
 ) -> Arguments:
     channels, dims = weight[0] * kwargs.get("groups", 1), len(shape) - 2
-    factors = dict(zip(kwargs.pop("factors", ("scale", "shift")), [(channels, *[1] * dims), ()], strict=False))
+    factors = dict(zip(kwargs.pop("factors", ("scale", "shift")), [(channels, *[1] * dims), (), (1,)], strict=False))
     return {
         "input": inputs.input(*shape, dtype=dtype),
         "weight": inputs.weight(shape[1], *weight, dtype=dtype),
@@ -42,7 +42,7 @@ def _chain(
     }
 
 
-B_FACTORS = ("shift", "scale1")
+B_FACTORS = ("shift", "scale1", "scale2")
 CALLS: dict[str, tuple[str, Callable[[Inputs, torch.dtype], Arguments]]] = {
     "G, tiles": (G, lambda i, t: {"input": i.input(5, 7, 7, 7, dtype=t)}),
     "G, chunks": (G, lambda i, t: {"input": i.input(3, 2, 190, 191, dtype=t)}),
@@ -272,11 +272,13 @@ def differentiable(arguments: Arguments) -> list[str]:
 @every_call
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_backward_raises_for_every_tensor(inputs: Inputs, call: str, compiled: bool) -> None:
+    if compiled and call not in ("G, tiles", "A0, small", "A, small", "B, staged"):
+        pytest.skip("a compilation for each tensor takes long, and the other calls differ in their kernels only")
     op, arguments = make(call, inputs)
     expected = op(**arguments)
     torch._dynamo.reset()
     run = torch.compile(op, backend="aot_eager", fullgraph=True) if compiled else op
-    for name in differentiable(arguments)[:: 4 if compiled else 1]:
+    for name in differentiable(arguments):
         wanting = arguments | {name: arguments[name].clone().requires_grad_()}
         output = run(**wanting)
         assert output.requires_grad and torch.equal(output.detach(), expected)
@@ -307,10 +309,15 @@ def test_without_gradients_nothing_is_recorded(inputs: Inputs, call: str) -> Non
 def test_other_kinds_of_gradients_raise(inputs: Inputs, call: str) -> None:
     op, arguments = make(call, inputs)
     x = arguments.pop("input")
-    with pytest.raises(RuntimeError):
+    words = f"fused::{CALLS[call][0]} is forward-only"
+    with pytest.raises(RuntimeError, match=words):
         torch.func.jvp(lambda x: op(x, **arguments), (x,), (torch.ones_like(x),))
-    with pytest.raises(RuntimeError):
-        torch.func.grad(lambda x: op(x, **arguments).sum())(x)
+    for name in differentiable(arguments):
+        with pytest.raises(RuntimeError, match=words):
+            torch.func.grad(lambda v: op(x, **arguments | {name: v}).sum())(arguments[name])  # noqa: B023
+    for transform in (torch.func.grad, torch.func.vjp):
+        with pytest.raises(RuntimeError, match=words):
+            transform(lambda x: op(x, **arguments).sum(), *([x] if transform is torch.func.vjp else []))(x)
     with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-only"):
         op(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), **arguments)
 
@@ -324,6 +331,33 @@ def test_dual_numbers_raise_without_gradients_too(inputs: Inputs, call: str) -> 
         assert torch.equal(op(x, **arguments), op(x, **arguments))
         with pytest.raises(RuntimeError, match="forward-only"):
             op(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), **arguments)
+
+
+@every_call
+def test_outputs_are_ordinary_tensors(inputs: Inputs, call: str) -> None:
+    """Hooks on them run, before the error where there is one; and they can be leaves."""
+    op, arguments = make(call, inputs)
+    wanting = arguments | {"input": arguments["input"].clone().requires_grad_()}
+    output = op(**wanting)
+    assert output.requires_grad and not output.is_leaf and output.grad_fn is not None
+    with pytest.raises(RuntimeError, match="leaf"):
+        output.requires_grad_(False)
+    seen: list[Tensor] = []
+    output.register_hook(seen.append)
+    output.retain_grad()
+    with pytest.raises(RuntimeError, match=f"fused::{CALLS[call][0]} is forward-only"):
+        (3 * output).sum().backward()
+    assert len(seen) == 1 and torch.equal(seen[0], torch.full_like(output, 3))
+    assert output.grad is not None and torch.equal(output.grad, seen[0]) and wanting["input"].grad is None
+
+    with torch.no_grad():
+        unrecorded = op(**wanting)
+    for leaf in (op(**arguments), unrecorded, output.detach()):
+        assert leaf.is_leaf and not leaf.requires_grad
+        leaf.requires_grad_().register_hook(seen.append)
+        (leaf * leaf).sum().backward()
+        assert leaf.grad is not None and torch.equal(leaf.grad, 2 * leaf.detach())
+    assert len(seen) == 4
 
 
 def test_wrapped_tensors_raise(inputs: Inputs) -> None:
@@ -444,9 +478,22 @@ def test_inference_tensors(inputs: Inputs, call: str) -> None:
         made = {n: v.clone() if isinstance(v, Tensor) else v for n, v in arguments.items()}
         assert torch.equal(op(**arguments), ours)
         assert torch.equal(op(**made), ours)
+        within = op(**arguments)
     assert torch.equal(op(**made), ours)
     with torch.no_grad():
         assert torch.equal(op(**made), ours)
+    # What came out under it is one of its tensors, as torch's own outputs are, and serves as an input.
+    assert within.is_inference() and not op(**made).is_inference()
+    with pytest.raises(RuntimeError, match="inference tensor"):
+        within.requires_grad_()
+    planes = within.reshape(len(within), -1, 1)
+    assert torch.equal(fused_kernels.global_avg_pool(planes), planes)
+    # Beside a tensor that needs a gradient, each is refused in backward only.
+    for name in differentiable(arguments):
+        output = op(**made | {name: arguments[name].clone().requires_grad_()})
+        assert torch.equal(output.detach(), ours)
+        with pytest.raises(RuntimeError, match="is forward-only"):
+            output.sum().backward()
 
 
 # ---- torch.compile -------------------------------------------------------------------------------------------------
@@ -619,6 +666,22 @@ def test_graphs_that_share_a_pool(fresh_compiler: None) -> None:
 
 @cuda_only
 @every_call
+def test_larger_calls_after_a_small_capture(call: str) -> None:
+    """Nothing that a call allocates is kept for the next, so the graph's memory stays its own."""
+    inputs = Inputs(4, torch.device("cuda", 0))
+    op, arguments = make(call, inputs)
+    x = arguments["input"]
+    larger = arguments | {"input": inputs.input(4 * len(x), x.shape[1], *(3 * size for size in x.shape[2:]))}
+    expected, expected_larger = op(**arguments), op(**larger)
+    graph, output = capture(op, arguments, stream=torch.cuda.Stream())
+    assert torch.equal(op(**larger), expected_larger)
+    output.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(op(**larger), expected_larger) and torch.equal(output, expected)
+
+
+@cuda_only
+@every_call
 def test_side_stream(call: str) -> None:
     """Launched on the current stream: behind the work that makes its input there."""
     inputs = Inputs(5, torch.device("cuda", 0))
@@ -640,6 +703,7 @@ def test_side_stream(call: str) -> None:
 @cuda_only
 @every_call
 def test_eight_threads_with_streams_of_their_own(call: str) -> None:
+    """10^4 calls."""
     inputs = Inputs(6, torch.device("cuda", 0))
     calls = [make(call, inputs) for _ in range(8)]
     serial = [op(**arguments) for op, arguments in calls]
@@ -651,10 +715,10 @@ def test_eight_threads_with_streams_of_their_own(call: str) -> None:
         try:
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):
-                for _ in range(20):
-                    ours = op(**arguments)
+                for _ in range(125):
+                    ours = torch.stack([op(**arguments) for _ in range(10)])
                     stream.synchronize()
-                    if not torch.equal(ours, serial[index]):
+                    if not torch.equal(ours, serial[index].expand_as(ours)):
                         failures.append(f"thread {index} differs")
         except BaseException as error:
             failures.append(error)
@@ -794,7 +858,7 @@ def test_reference_is_what_the_models_say(call: str) -> None:
         )
         if op == B:
             pool = [torch.nn.functional.avg_pool1d, torch.nn.functional.avg_pool2d, torch.nn.functional.avg_pool3d]
-            expected = pool[x.dim() - 3](y, 2) * arguments["scale1"] + arguments["shift"]
+            expected = (pool[x.dim() - 3](y, 2) * arguments["scale1"] + arguments["shift"]) * arguments["scale2"]
         else:
             expected = y.mean(tuple(range(2, x.dim())), keepdim=True) * arguments["scale"] + arguments["shift"]
         if op == A:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from conftest import Inputs
 from tolerances import assert_close
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_kernels.nn
@@ -255,15 +257,46 @@ def test_takes_the_fused_path_when_no_gradient_is_needed(inputs: Inputs, model: 
     assert ops(x) == []
 
 
+def saved(module: nn.Module) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    loaded: nn.Module = torch.load(buffer, weights_only=False)
+    return loaded
+
+
+def saved_state(module: nn.Module) -> nn.Module:
+    """Only the parameters go through the file, into a module of other values."""
+    buffer = io.BytesIO()
+    torch.save(module.state_dict(), buffer)
+    buffer.seek(0)
+    other = copy.deepcopy(module)
+    for parameter in other.parameters():
+        parameter.data.fill_(torch.nan)
+    other.load_state_dict(torch.load(buffer, weights_only=True))
+    return other
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "copy of a copy": lambda module: copy.deepcopy(copy.deepcopy(module)),
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+    "torch.save": saved,
+    "torch.save of the state": saved_state,
+}
+
+
 @both_models
-def test_copies(inputs: Inputs, model: str) -> None:
+@pytest.mark.parametrize("kind", COPIES)
+def test_copies(inputs: Inputs, model: str, kind: str) -> None:
     plain, ours = (module.to(inputs.device) for module in make(model))
     x = inputs.input(*MODELS[model][3])
-    for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-        outputs_agree(model, plain, twin, x)
-        with torch.no_grad():
-            next(twin.parameters()).add_(1)
-        outputs_agree(model, plain, ours, x)  # not shared
+    twin = COPIES[kind](ours)
+    assert repr(twin) == repr(ours)
+    outputs_agree(model, plain, twin, x)
+    with torch.no_grad():
+        next(twin.parameters()).add_(1)
+    outputs_agree(model, plain, ours, x)  # not shared
 
 
 @both_models
@@ -271,6 +304,116 @@ def test_copies(inputs: Inputs, model: str) -> None:
 def test_other_dtypes(inputs: Inputs, model: str, dtype: torch.dtype) -> None:
     plain, ours = (module.to(inputs.device, dtype) for module in make(model))
     outputs_agree(model, plain, ours, inputs.input(*MODELS[model][3], dtype=dtype))
+
+
+@both_models
+def test_half_and_back(inputs: Inputs, model: str) -> None:
+    plain, ours = (module.to(inputs.device) for module in make(model))
+    for kind, dtype in (("half", torch.float16), ("bfloat16", torch.bfloat16), ("float", torch.float32)):
+        for module in (plain, ours):
+            assert getattr(module, kind)() is module
+        assert all(parameter.dtype == dtype for parameter in ours.parameters())
+        outputs_agree(model, plain, ours, inputs.input(*MODELS[model][3], dtype=dtype))
+
+
+@both_models
+def test_memory_format(inputs: Inputs, model: str) -> None:
+    """Of the weight and of the input, which the output keeps."""
+    plain, ours = (module.to(inputs.device) for module in make(model))
+    x = inputs.input(*MODELS[model][3])
+    memory_format = torch.channels_last if model == "A" else torch.channels_last_3d
+    for module in (plain, ours):
+        # Torch would have B's bias of rank 4 in a format of rank 5.
+        moved = module if model == "A" else module.conv_transpose
+        moved.to(memory_format=memory_format)
+        assert module.conv_transpose.weight.is_contiguous(memory_format=memory_format)
+    for of_x in (torch.contiguous_format, memory_format):
+        given = x.contiguous(memory_format=of_x)
+        outputs_agree(model, plain, ours, given)
+        with torch.no_grad():
+            assert model == "A" or ours(given).is_contiguous(memory_format=of_x)
+
+
+@both_models
+def test_meta_construction(inputs: Inputs, model: str) -> None:
+    """Shapes without memory, and three ways to materialise."""
+    plain, source = (module.to(inputs.device) for module in make(model, seed=5))
+    x = inputs.input(*MODELS[model][3])
+
+    def made() -> nn.Module:
+        with torch.device("meta"):
+            module = make(model)[1]
+        assert all(parameter.is_meta for parameter in module.parameters())
+        return module
+
+    with torch.no_grad():
+        output = made()(x.to("meta"))
+    assert output.is_meta and output.shape == source(x).shape
+    empty = made().to_empty(device=inputs.device)
+    empty.load_state_dict(source.state_dict())
+    assigned = made()
+    assigned.load_state_dict(source.state_dict(), assign=True)
+    for module in (empty, assigned):
+        assert all(isinstance(p, nn.Parameter) and p.requires_grad for p in module.parameters())
+        outputs_agree(model, plain, module, x)
+    outputs_agree(model, plain, lambda x: torch.func.functional_call(made(), dict(source.state_dict()), (x,)), x)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+PARAMETRIZATIONS: dict[str, Callable[[nn.Module], Any]] = {
+    "a function": lambda conv: parametrize.register_parametrization(conv, "weight", Doubled()),
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+    "spectral_norm": lambda conv: nn.utils.parametrizations.spectral_norm(conv.eval()),
+}
+
+
+@both_models
+@pytest.mark.parametrize("kind", PARAMETRIZATIONS)
+def test_parametrized_weight(inputs: Inputs, model: str, kind: str) -> None:
+    """Computed anew in each call, with gradients through it; and removable."""
+    plain, ours = (module.to(inputs.device) for module in make(model))
+    x = inputs.input(*MODELS[model][3])
+    for module in (plain, ours):
+        torch.manual_seed(1)
+        PARAMETRIZATIONS[kind](module.conv_transpose)
+    ours.load_state_dict(plain.state_dict())
+    with torch.no_grad(), Recorder() as recorder:
+        output = ours(x)
+        expected = plain(x)
+    assert recorder.ops == [MODELS[model][-1]]
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+    for module in (plain, ours):
+        module(x).square().mean().backward()
+    for wanted, parameter in zip(plain.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, wanted.grad)
+    with torch.no_grad():
+        for module in (plain, ours):
+            for parameter in module.conv_transpose.parametrizations.parameters():
+                parameter.mul_(1.5)
+        torch.testing.assert_close(ours(x), plain(x), rtol=1e-4, atol=1e-4)
+        parametrize.remove_parametrizations(ours.conv_transpose, "weight")
+        torch.testing.assert_close(ours(x), plain(x), rtol=1e-4, atol=1e-4)
+    assert set(ours.state_dict()) == set(MODELS[model][4])
+
+
+@both_models
+def test_hooks_of_modules(inputs: Inputs, model: str) -> None:
+    """Around the fused op as around the composition."""
+    _, ours = (module.to(inputs.device) for module in make(model))
+    x = inputs.input(*MODELS[model][3])
+    with torch.no_grad():
+        expected = ours(2 * x) + 1
+        ours.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+        ours.register_forward_hook(lambda module, args, output: output + 1)
+        assert torch.equal(ours(x), expected)
+    seen: list[Tensor] = []
+    ours.register_full_backward_hook(lambda module, inputs, outputs: seen.extend(outputs))
+    ours(x.clone().requires_grad_()).sum().backward()
+    assert len(seen) == 1 and torch.equal(seen[0], torch.ones_like(expected))
 
 
 @both_models
@@ -302,13 +445,8 @@ def test_compiled_module_trains(inputs: Inputs, model: str) -> None:
         torch.testing.assert_close(parameter.grad, expected.grad)
 
 
-def test_docstring_examples() -> None:
-    a = fused_kernels.nn.ConvTranspose2dGlobalAvgPoolLogSumExp(3, 16, 3, (16, 1, 1)).eval()
-    b = fused_kernels.nn.ConvTranspose3dAvgPool(3, 16, 3, 2, 1, 0.5, 1.0, (16, 1, 1, 1)).eval()
-    with torch.no_grad():
-        assert a(torch.randn(2, 3, 8, 8)).shape == (2, 1)
-        assert b(torch.randn(1, 3, 4, 8, 8)).shape == (1, 16, 3, 7, 7)
-    assert "out_scale=10.0" in repr(a) and "pool_kernel_size=2" in repr(b)
+def test_representation() -> None:
+    assert "out_scale=10.0" in repr(make("A")[1]) and "pool_kernel_size=2" in repr(make("B")[1])
 
 
 def test_keyword_arguments(inputs: Inputs) -> None:

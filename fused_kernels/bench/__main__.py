@@ -28,6 +28,7 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from torch import Tensor
 
 import fused_kernels
 
@@ -39,6 +40,7 @@ from .cases import (
     PEER_TOLERANCE,
     PEERS,
     Case,
+    HostCall,
     SizeName,
     allowed_error,
     check_exact,
@@ -46,7 +48,7 @@ from .cases import (
     relative_error,
 )
 from .contender import Contender, failure
-from .timing import Limit, Timer, host_time, make_timer, operation_rate, tf32_convolutions
+from .timing import Limit, Timer, host_time, make_timer, operation_rate, prepare_graph, tf32_convolutions
 
 ALL = "all"  # with --case and --dtype
 HOST = "host"  # the name under which --case selects the host times
@@ -147,24 +149,40 @@ def run_case(
     )
 
 
-def run_host(dtype: torch.dtype, generator: torch.Generator, budget_s: float) -> list[report.HostRow]:
+def run_host(
+    dtype: torch.dtype, generator: torch.Generator, budget_s: float, compiled: bool = True
+) -> list[report.HostRow]:
     """Host times of small calls, each verified first."""
     name = str(dtype).removeprefix("torch.")
     rows = []
     for probe in host_calls(dtype, generator):
+        if probe.way == "compiled" and not compiled:
+            continue
         status: report.Status = "ok"
         note, spent = "", None
         try:
             with tf32_convolutions(False):
-                error = relative_error(probe.call(), probe.exact)
+                call = _host_way(probe)
+                error = relative_error(call(), probe.exact)
                 if error > PEER_TOLERANCE[dtype]:
                     status, note = "FAILED", f"error {error:.2e} is above {PEER_TOLERANCE[dtype]:.2e}"
                 else:
-                    spent = host_time(probe.call, generator.device, budget_s)
+                    spent = host_time(call, generator.device, budget_s)
         except Exception as raised:  # as for a contender
-            status, note = failure(raised, probe.ours)
-        rows.append(report.HostRow(probe.label, name, status, note, spent))
+            status, note = failure(raised, probe.ours and probe.way != "compiled")  # no compiler is no fault of ours
+        rows.append(report.HostRow(probe.label, name, status, note, spent, probe.way))
     return rows
+
+
+def _host_way(probe: HostCall) -> Callable[[], Tensor]:
+    function, args = probe.function, probe.args
+    if probe.way == "compiled":
+        function = torch.compile(function, dynamic=False, fullgraph=True)
+
+    def call() -> Tensor:
+        return function(**args)
+
+    return prepare_graph(call).call if probe.way == "graph" else call
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
@@ -338,7 +356,8 @@ def run(options: argparse.Namespace, progress: Progress) -> report.Run:
                 torch.cuda.empty_cache()
         for dtype in dtypes if HOST in names else ():
             progress.update(task, description="host time of one small call")
-            host += run_host(dtype, generator, settings.budget_s / 4)
+            compiled = any(PEERS[key].compiled for key in settings.peers)
+            host += run_host(dtype, generator, settings.budget_s / 4, compiled)
             progress.advance(task)
     used = {"seed": seed, "size": size, "batch": options.batch, **dataclasses.asdict(settings)}
     return report.Run(machine_facts(device), used, tuple(cases), tuple(host))

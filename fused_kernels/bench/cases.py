@@ -599,32 +599,65 @@ def check_exact(case: Case, args: Args) -> None:
             raise AssertionError(f"{case.name}: the collapsed formula differs from the composition by {error:.2e}")
 
 
+HostWay = Literal["eager", "wrapper", "module", "compiled", "graph"]  # the last two are of the wrapper
+
+
 @dataclass(frozen=True)
 class HostCall:
     """A small call whose host time is measured, with the value it must give."""
 
     label: str
     ours: bool
-    call: Callable[[], Tensor]
+    way: HostWay
+    function: Callable[..., Tensor]
+    args: Args
     exact: Tensor
 
 
 def host_calls(dtype: torch.dtype, generator: torch.Generator) -> list[HostCall]:
-    """Calls on inputs so small that nothing but the way to the kernel costs time; PyTorch's own beside ours."""
-    pool, chain, average = CASES["G-7"], CASES["A-small"], CASES["B"]
-    g, a, b = (case.inputs(case.tiny, dtype, generator) for case in (pool, chain, average))
-    raw = torch.ops.fused.global_avg_pool
-    conv2 = F.conv_transpose2d(a["input"].double(), a["weight"].double(), a["bias"].double())
-    conv3 = F.conv_transpose3d(b["input"].double(), b["weight"].double(), b["bias"].double(), 2, 1)
-    ours_pool, ours_chain, ours_average = (case.function("ours") for case in (pool, chain, average))
-    return [
-        HostCall("torch.mean", False, lambda: torch.mean(g["input"], (2, 3), keepdim=True), pool.exact(g)),
-        HostCall("global_avg_pool", True, lambda: ours_pool(**g), pool.exact(g)),
-        HostCall("torch.ops.fused.global_avg_pool", True, lambda: raw(g["input"]), pool.exact(g)),
-        HostCall("conv_transpose2d", False, lambda: F.conv_transpose2d(a["input"], a["weight"], a["bias"]), conv2),
-        HostCall(chain.op, True, lambda: ours_chain(**a), chain.exact(a)),
-        HostCall(
-            "conv_transpose3d", False, lambda: F.conv_transpose3d(b["input"], b["weight"], b["bias"], 2, 1), conv3
-        ),
-        HostCall(average.op, True, lambda: ours_average(**b), average.exact(b)),
-    ]
+    """Calls on inputs so small that nothing but the way to the kernel costs time; PyTorch's own in front of ours."""
+    calls: dict[tuple[str, HostWay], HostCall] = {}
+    last: tuple[HostWay, ...] = ("compiled", "graph") if generator.device.type == "cuda" else ("compiled",)
+    for name in ("G-7", "A0", "A-small", "B"):
+        case = CASES[name]
+        args = case.inputs(case.tiny, dtype, generator)
+        peer, wrapper, exact = _host_peer(args), case.function("ours"), case.exact(args)
+        found = [peer, *(replace(peer, way=way) for way in last)]
+        found.append(HostCall(case.op, True, "eager", getattr(torch.ops.fused, case.op), args, exact))
+        found.append(HostCall(case.op, True, "wrapper", wrapper, args, exact))
+        module = _host_module(case, args)
+        if module:
+            found.append(HostCall(case.op, True, "module", module, {"input": args["input"]}, exact))
+        found += [HostCall(case.op, True, way, wrapper, args, exact) for way in last]
+        for call in found:
+            calls.setdefault((call.label, call.way), call)  # a peer stands once
+    return list(calls.values())
+
+
+def _host_peer(args: Args) -> HostCall:
+    """The part of a case that is one call of PyTorch's."""
+    x: Tensor = args["input"]
+    if "weight" not in args:
+        mean = {"input": x, "dim": (2, 3), "keepdim": True}
+        return HostCall("torch.mean", False, "eager", torch.mean, mean, torch.mean(**_double(mean)))
+    functions: dict[int, Callable[..., Tensor]] = {4: F.conv_transpose2d, 5: F.conv_transpose3d}
+    function, label = functions[x.dim()], f"conv_transpose{x.dim() - 2}d"
+    given = {name: value for name, value in args.items() if name in ("input", "weight", "bias", "stride", "padding")}
+    return HostCall(label, False, "eager", function, given, function(**_double(given)))
+
+
+def _host_module(case: Case, args: Args) -> torch.nn.Module | None:
+    """The module that holds the arguments as its parameters, where there is one."""
+    if isinstance(case, ConvGlobalPoolLogSumExp):
+        kind: Callable[..., torch.nn.Module] = fused_kernels.nn.ConvTranspose2dGlobalAvgPoolLogSumExp
+        arguments: tuple[Any, ...] = ()
+    elif isinstance(case, ConvAvgPool):
+        kind, arguments = fused_kernels.nn.ConvTranspose3dAvgPool, (args["stride"], args["padding"], 1.0, 1.0)
+    else:
+        return None
+    weight: Tensor = args["weight"]
+    module = kind(weight.shape[0], weight.shape[1], tuple(weight.shape[2:]), *arguments, args["shift"].shape)
+    names = {"weight": "conv_transpose.weight", "bias": "conv_transpose.bias", "shift": "bias"}
+    tensors = {name: value for name, value in args.items() if isinstance(value, Tensor) and name != "input"}
+    module.load_state_dict({names.get(name, name): value for name, value in tensors.items()}, assign=True)
+    return module

@@ -111,6 +111,11 @@ class HostRow:
     status: Status
     note: str = ""
     microseconds: float | None = None
+    way: str | None = None  # None in results from before there were several
+
+    @property
+    def title(self) -> str:
+        return f"{self.label}, {self.way}" if self.way else self.label
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ class Run:
         """What was wrong, a line each."""
         rows = [(f"{case.case} {case.dtype}", row) for case in self.cases for row in case.rows]
         failed = [f"{name}, {row.label}: {row.note}" for name, row in rows if row.status == "FAILED"]
-        return failed + [f"host, {row.label}: {row.note}" for row in self.host if row.status == "FAILED"]
+        return failed + [f"host, {row.title}: {row.note}" for row in self.host if row.status == "FAILED"]
 
 
 def write_json(run: Run, path: Path) -> None:
@@ -281,7 +286,7 @@ def host_table(rows: Sequence[HostRow]) -> Table:
     table.add_column("dtype")
     table.add_column("µs", justify="right")
     for row in rows:
-        table.add_row(row.label, row.dtype, row.status if row.microseconds is None else f"{row.microseconds:.1f}")
+        table.add_row(row.title, row.dtype, row.status if row.microseconds is None else f"{row.microseconds:.1f}")
     return table
 
 
@@ -325,7 +330,7 @@ def print_run(run: Run, console: Console, demo: bool = False) -> None:
     if run.host:
         console.print(host_table(run.host))
     notes = [(f"{_case_name(case)}, {row.label}", row.status, row.note) for case in run.cases for row in case.rows]
-    notes += [(f"host, {row.label}", row.status, row.note) for row in run.host]
+    notes += [(f"host, {row.title}", row.status, row.note) for row in run.host]
     for where, status, note in notes:
         if status != "ok":
             colour = "red" if status == "FAILED" else "yellow"
@@ -398,9 +403,19 @@ def _markdown_lines(run: Run) -> list[str]:
             _error(ours.error if ours else None),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    timed = [f"{row.label} {row.microseconds:.1f}" for row in run.host if row.microseconds is not None]
-    if timed:
-        lines += ["", f"Host time of one small call, µs: {', '.join(timed)}."]
+    return lines + _host_lines(run.host)
+
+
+def _host_lines(rows: Sequence[HostRow]) -> list[str]:
+    """An op a row, a way of calling it a column."""
+    timed = {(row.label, row.way): f"{row.microseconds:.1f}" for row in rows if row.microseconds is not None}
+    ways = list(dict.fromkeys(way for _, way in timed if way is not None))
+    if not ways:
+        times = ", ".join(f"{label} {spent}" for (label, _), spent in timed.items())
+        return ["", f"Host time of one small call, µs: {times}."] if timed else []
+    lines = ["", f"| host time of one small call, µs | {' | '.join(ways)} |", f"|---{'|--:' * len(ways)}|"]
+    for label in dict.fromkeys(label for label, _ in timed):
+        lines.append(f"| {label} | {' | '.join(timed.get((label, way), '–') for way in ways)} |")
     return lines
 
 
