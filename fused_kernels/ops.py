@@ -50,18 +50,20 @@ def _list(size: Size) -> list[int]:
 _PLAIN = {int, list, tuple}
 
 
-def _sizes(*sizes: Size) -> Sequence[Size]:
-    """As the schemas take them, at little cost: those that are not plain (symbolic numbers, NumPy's) as lists."""
-    # Under Dynamo a symbolic number says that it is an int.
-    return sizes if {*map(type, sizes)} <= _PLAIN and not torch.compiler.is_dynamo_compiling() else [*map(_list, sizes)]
+def _convolution(stride: Size, padding: Size, output_padding: Size, groups: int, dilation: Size) -> tuple[Any, ...]:
+    """These as the schemas take them: as lists, which suits symbolic numbers and NumPy's too, or else, at little cost,
+    without the defaults at their end."""
+    if (
+        not torch.compiler.is_dynamo_compiling()  # under which a symbolic number says that it is an int
+        and type(stride) in _PLAIN
+        and type(padding) in _PLAIN
+        and (output_padding, groups, dilation) == (0, 1, 1)
+    ):
+        return (stride, padding) if stride != 1 or padding != 0 else ()
+    return _list(stride), _list(padding), _list(output_padding), groups, _list(dilation)
 
 
 # ---- wrappers ----------------------------------------------------------------------------------------------------
-
-
-def _pool_stride(pool_stride: Size, pool_kernel_size: Size) -> list[int]:
-    """As a list, since the schema's int[] takes no bare number; never empty, since AOTInductor makes None of that."""
-    return _list(pool_stride) or _list(pool_kernel_size)
 
 
 def global_avg_pool(input: Tensor) -> Tensor:
@@ -129,7 +131,6 @@ def conv_transpose_global_avg_pool(
         >>> fused_kernels.conv_transpose_global_avg_pool(x, weight).flatten()[0]  # 16 * 3 * 9 / 36
         tensor(12.)
     """
-    stride, padding, output_padding, dilation = _sizes(stride, padding, output_padding, dilation)
     scale, shift = _tensor(scale), _tensor(shift)
     op, guard = _enter(_OPS.conv_transpose_global_avg_pool.default, (input, weight, bias, scale, shift))
     with guard:
@@ -137,11 +138,7 @@ def conv_transpose_global_avg_pool(
             input,
             weight,
             bias,
-            stride,
-            padding,
-            output_padding,
-            groups,
-            dilation,
+            *_convolution(stride, padding, output_padding, groups, dilation),
             scale=scale,
             shift=shift,
         )
@@ -184,7 +181,6 @@ def conv_transpose_global_avg_pool_logsumexp(
         raise TypeError(
             "fused::conv_transpose_global_avg_pool_logsumexp: expected `out_scale` to be a number, but got a Tensor"
         )
-    stride, padding, output_padding, dilation = _sizes(stride, padding, output_padding, dilation)
     scale, shift = _tensor(scale), _tensor(shift)
     op, guard = _enter(_OPS.conv_transpose_global_avg_pool_logsumexp.default, (input, weight, bias, scale, shift))
     with guard:
@@ -192,11 +188,7 @@ def conv_transpose_global_avg_pool_logsumexp(
             input,
             weight,
             bias,
-            stride,
-            padding,
-            output_padding,
-            groups,
-            dilation,
+            *_convolution(stride, padding, output_padding, groups, dilation),
             scale=scale,
             shift=shift,
             out_scale=out_scale,
@@ -248,9 +240,7 @@ def conv_transpose_avg_pool(
         >>> fused_kernels.conv_transpose_avg_pool(x, weight, stride=2, padding=1).shape
         torch.Size([2, 5, 7, 7])
     """
-    stride, padding, output_padding, dilation, pool_kernel_size = _sizes(
-        stride, padding, output_padding, dilation, pool_kernel_size
-    )
+    pool_kernel_size = _list(pool_kernel_size)
     scale1, shift, scale2 = _tensor(scale1), _tensor(shift), _tensor(scale2)
     op, guard = _enter(_OPS.conv_transpose_avg_pool.default, (input, weight, bias, scale1, shift, scale2))
     with guard:
@@ -258,13 +248,10 @@ def conv_transpose_avg_pool(
             input,
             weight,
             bias,
-            stride,
-            padding,
-            output_padding,
-            groups,
-            dilation,
-            pool_kernel_size,
-            _pool_stride(pool_stride, pool_kernel_size),
+            *_convolution(stride, padding, output_padding, groups, dilation),
+            pool_kernel_size=pool_kernel_size,
+            # As a list, since int[] takes no bare number; never empty, since AOTInductor makes None of that.
+            pool_stride=_list(pool_stride) or pool_kernel_size,
             scale1=scale1,
             shift=shift,
             scale2=scale2,
