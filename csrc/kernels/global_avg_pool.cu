@@ -536,8 +536,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kBoxBlocks)
         if (unit < units)
 #pragma unroll 1
           for (int64_t i0 = range0.begin; i0 < range0.end; ++i0)
-            cell_sums<T, kWidth>(plane + (i0 * dim1.size + mine.begin + row) * dim2.size + unit * kWidth,
-                                 LineWalk(0, rows, dim2.size), loads, sums);
+            cell_sums<Accumulator<T>, kWidth>(plane + (i0 * dim1.size + mine.begin + row) * dim2.size + unit * kWidth,
+                                              LineWalk(0, rows, dim2.size), loads, sums);
 #pragma unroll 1
         for (int s = 0; s < dim2.count; ++s) {
           const int begin = place(dim2.cells[s].begin, unit), end = place(dim2.cells[s].end, unit);
