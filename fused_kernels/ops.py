@@ -57,6 +57,7 @@ def _convolution(stride: Size, padding: Size, output_padding: Size, groups: int,
         not torch.compiler.is_dynamo_compiling()  # under which a symbolic number says that it is an int
         and type(stride) in _PLAIN
         and type(padding) in _PLAIN
+        and type(output_padding) is type(groups) is type(dilation) is int  # 1.0 is no 1
         and (output_padding, groups, dilation) == (0, 1, 1)
     ):
         return (stride, padding) if stride != 1 or padding != 0 else ()

@@ -245,6 +245,16 @@ def test_invalid_arguments_when_compiled(
     assert torch.equal(compiled(valid), wrapper(**valid))
 
 
+@pytest.mark.parametrize(
+    "change", [{"groups": 1.0}, {"dilation": 1.0}, {"output_padding": 0.0}, {"stride": 1.0}], ids=str
+)
+@pytest.mark.parametrize("op", CONV)
+def test_numbers_are_integers(op: str, change: dict[str, float]) -> None:
+    for function in (getattr(fused_kernels, op), getattr(torch.ops.fused, op)):
+        with pytest.raises(RuntimeError, match=rf"fused::{op}\(\) Expected a value of type '(List\[)?int"):
+            function(**arguments_of(op, change, "cpu"))
+
+
 @cuda_only
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op in CONV for name in ("input", "weight", "bias")])
 def test_mixed_devices(op: str, name: str) -> None:
