@@ -62,6 +62,9 @@ GEMM, COLUMNS = ["split_taps", "implicit_gemm"], ["collapse_taps", "column_conv"
         # Input channels, of a product (8, 16) and of a stage; whole vectors of a row, and not.
         *(((1, n, 9, 12), (64, 4, 4), WORKLOAD, f32, GEMM) for n in (7, 8, 9, 16, 20, 65)),
         *(((1, n, 9, 16), (33, 4, 4), WORKLOAD, f16, GEMM) for n in (15, 16, 17, 40, 129)),
+        *(
+            ((1, 16, 40), (33, k), {"padding": 1, "pool_kernel_size": 1}, f16, GEMM) for k in (3, 4)
+        ),  # turned from 4 taps
         ((1, 17, 9, 13), (33, 4, 4), WORKLOAD, bf16, GEMM),
         ((1, 9, 9, 13), (65, 4, 4), WORKLOAD, f64, GEMM),
         # Positions of a block (128, 256), in one row and several, and of a box that goes on over planes.
@@ -79,8 +82,9 @@ GEMM, COLUMNS = ["split_taps", "implicit_gemm"], ["collapse_taps", "column_conv"
         ((2, 3, 30, 30), (9, 3, 3), {"pool_stride": 9}, f32, GEMM),
         ((1, 2, 600), (5, 512), {"padding": 300, "pool_kernel_size": 1}, f32, GEMM),  # the most offsets
         ((1, 2, 600), (5, 513), {"padding": 300, "pool_kernel_size": 1}, f32, COLUMNS),
-        # Columns: four rows a thread, up to four offsets in registers.
-        *(((2, 3, n, 31), (3, 3, 3), WORKLOAD, f64, COLUMNS) for n in (4, 5, 6)),
+        # Columns: eight rows a thread, up to four offsets in registers.
+        *(((2, 3, n, 31), (3, 3, 3), WORKLOAD, f64, COLUMNS) for n in (8, 9, 10)),
+        *(((2, 2, n, 31), (1, 3, 3), WORKLOAD | {"groups": 2}, f16, COLUMNS) for n in (8, 9, 10)),
         *(((2, 6, 9, 30), (1, k, k), WORKLOAD | {"groups": 6}, f32, COLUMNS) for k in (2, 4, 6, 8)),
         ((2, 6, 9, 30), (2, 4, 4), WORKLOAD | {"groups": 6}, bf16, COLUMNS),
         ((2, 3, 31), (3, 3), WORKLOAD, f32, COLUMNS),

@@ -4,7 +4,8 @@
 //   V[ci, j, co] = sum of the taps of weight[ci, co] that the pool window brings to offset j (geometry.h)
 //
 // Bytes: the input and the output once. At (128, 3, 16, 32, 32) -> 16 channels on H200: 144 MB, 33 us; 0.7 G multiply-adds,
-// 21 us of plain FMA.
+// 21 us of plain FMA. Four kernels: staged_conv for two offsets a dimension and few channels, implicit_gemm
+// (implicit_gemm.cuh) for many output channels, column_conv for few, direct_conv for whatever is left.
 #include <cuda_pipeline.h>
 
 #include "collapsed_conv.cuh"
@@ -483,7 +484,7 @@ __global__ void __launch_bounds__(kStagedThreads, StagedTypes<T>::kBlocks)
     move<T, kJ0>(conv, staged, memory, jobs, exotic);
 }
 
-// What the kernel below adds up in: in float32 its error would exceed that of the composition, whose pool averages
+// What the kernels below add up in: in float32 their error would exceed that of the composition, whose pool averages
 // rounding errors away.
 template <class T>
 using DirectSum = std::conditional_t<sizeof(T) == 2, float, double>;
@@ -505,7 +506,7 @@ __global__ void __launch_bounds__(kDirectThreads)
   }
 }
 
-// Few output channels a group, as with one for each input channel: a thread takes kRows outputs of a column, whose inputs
+// Few output channels a group, as with one for each input channel: a thread takes kColumnRows outputs of a column, whose inputs
 // overlap; each is converted once. kTaps1 is the number of offsets along the column, 0 for any. The lanes of a warp take
 // neighbours in memory: of a row, or channels where they come last.
 struct Columns {
@@ -709,6 +710,7 @@ Gemm gemm_geometry(const AvgPoolProblem& problem, const GemmTiling& tiling, cons
     gemm.offset[d] = static_cast<int>(dim.offsets().begin);
     gemm.tiles[d] = Divisor(ceil_div(dim.output(), tiling.box[d]));
     gemm.tap_counts[d] = Divisor(dim.offsets().size());
+    gemm.patch[d] = Divisor(tiling.patch[d]);
     // Line dimensions are (C, D0, D1) or (D0, D1, D2); of pixels the first is empty.
     const int at = points ? d : d + 1;
     gemm.limit[at] = static_cast<int>(dim.conv.input);
@@ -721,6 +723,14 @@ Gemm gemm_geometry(const AvgPoolProblem& problem, const GemmTiling& tiling, cons
   gemm.at[1] = points ? tiling.patch[2] * tiling.line : tiling.line;
   gemm.at[2] = points ? tiling.line : rows ? 1 : gemm.in_group;
   gemm.at_channel = rows ? tiling.outer : 1;
+  std::copy(std::begin(gemm.at), std::end(gemm.at), gemm.row_at);
+  if (tiling.turned) {
+    gemm.at_channel = 1;
+    gemm.at[2] = tiling.point;
+    gemm.at[1] = tiling.patch[2] * gemm.at[2];
+    gemm.at[0] = tiling.patch[1] * gemm.at[1];
+  }
+  gemm.points = Divisor(tiling.points());
   if (rows) {
     gemm.limit[0] = gemm.in_group;
     gemm.line_stride[0] = conv.input_strides[1];
@@ -748,8 +758,7 @@ void launch_gemm(const CudaContext& cuda, const AvgPoolPlan& plan, const AvgPool
   auto* flags = reinterpret_cast<int*>(static_cast<char*>(workspace.mutable_data_ptr()) + plan.collapsed);
   Gemm gemm = gemm_geometry(problem, plan.gemm, conv);
   cuda.launch(plan.launch[0], split_taps<T>, conv, gemm, weights, flags, gemm_weights(problem, plan.gemm));
-  const auto kernel =
-      plan.gemm.lines == GemmLines::kPoints ? implicit_gemm<T, kTiles, true> : implicit_gemm<T, kTiles, false>;
+  const auto kernel = plan.gemm.runs() ? implicit_gemm<T, kTiles, true> : implicit_gemm<T, kTiles, false>;
   // The kernel counts boxes with 32 bits, so a huge batch goes in slices.
   const int64_t samples = kMostGemmSize / plan.gemm.boxes;
   for (int64_t first = 0; first < problem.batch; first += samples) {

@@ -44,9 +44,10 @@ struct Gemm {
   int64_t line_stride[3] = {};  // in memory
   bool whole_vectors = false;   // every line begins and ends with one
   bool channels_last = false;
-  int at_channel = 0, at[kMaxSpatialDims] = {};  // from one to the next in a stage
+  int at_channel = 0, at[kMaxSpatialDims] = {};  // from one to the next in what is multiplied
+  int row_at[kMaxSpatialDims] = {};              // and before it is turned
   Divisor tiles[kMaxSpatialDims], tap_counts[kMaxSpatialDims], channels;
-  Divisor vectors_of_line, elements_of_line, lines[3];
+  Divisor vectors_of_line, elements_of_line, lines[3], points, patch[kMaxSpatialDims];
 };
 
 // How a dtype is multiplied.
@@ -137,7 +138,7 @@ __global__ void __launch_bounds__(kGemmThreads)
   const GemmTiling& tiling = gemm.tiling;
   const int blocks = tiling.tiles * tiling.channel_warps;
   const int64_t tiles_of_group = tiling.channel_tiles / conv.groups;
-  const bool run = tiling.lines == GemmLines::kPoints;
+  const bool run = tiling.runs();
   bool trusted = true;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
@@ -269,23 +270,46 @@ template <class T>
 struct GemmMemory {
   using Sum = typename GemmMath<T>::Sum;
   T* stages;         // (stages, stage)
+  T* turned;         // (2, points, channels): stages of rows, turned
   int64_t* output;   // (positions): where a position of the box lies in the output, from the first
   Sum* factors;      // (channels): what a sum is multiplied by,
   Sum* base;         // (channels): and what is added
   int* inputs;       // (depth): where a k lies in a stage, -1 for none; in the order of the slots
   int* position;     // (positions): where a position lies in a stage
   int* coordinates;  // (positions): within the box, ten bits each
+  int* skips;        // (stages): how much earlier than the patch the lines of a stage begin
   __device__ GemmMemory(const GemmTiling& tiling, void* memory) {
     stages = static_cast<T*>(memory);
-    output = reinterpret_cast<int64_t*>(stages + kGemmStages * tiling.stage);
+    turned = stages + kGemmStages * tiling.stage;
+    output = reinterpret_cast<int64_t*>(turned + (tiling.turned ? 2 * tiling.points() * tiling.point : 0));
     factors = reinterpret_cast<Sum*>(output + tiling.positions());
     base = factors + tiling.out_channels();
     position = reinterpret_cast<int*>(base + tiling.out_channels());
     coordinates = position + tiling.positions();
-    inputs = coordinates + tiling.positions();
+    skips = coordinates + tiling.positions();
+    inputs = skips + 4;
   }
 };
 inline constexpr int kNoPosition = 1023 << 20;  // lies in no box
+
+// Makes points of a stage of rows: eight channels of one together, as the products take them.
+template <class T>
+__device__ void turn_rows(const Gemm& gemm, const T* stage, T* turned) {
+  constexpr int kSize = Vector<T>::kSize;
+  const GemmTiling& tiling = gemm.tiling;
+  const int count = tiling.points() * tiling.channels / kSize;
+#pragma unroll 2
+  for (int i = threadIdx.x; i < count; i += kGemmThreads) {
+    unsigned point, x, b;
+    const unsigned channel = gemm.points.divide(i, point) * kSize;
+    const unsigned a = gemm.patch[1].divide(gemm.patch[2].divide(point, x), b);
+    const T* from = stage + channel * tiling.outer + a * gemm.row_at[0] + b * gemm.row_at[1] + x;
+    Vector<T> vector;
+#pragma unroll
+    for (int c = 0; c < kSize; ++c) vector.values[c] = from[c * tiling.outer];
+    *reinterpret_cast<Vector<T>*>(turned + point * tiling.point + channel) = vector;
+  }
+}
 
 // False where the factors may not be multiplied with each other: they would lose what they leave.
 template <class T>
@@ -294,7 +318,7 @@ __device__ bool make_tables(const Convolution<T>& conv, const Gemm& gemm, const 
   using Math = GemmMath<T>;
   using Sum = typename Math::Sum;
   const GemmTiling& tiling = gemm.tiling;
-  const bool run = tiling.lines == GemmLines::kPoints;
+  const bool run = tiling.runs();
   bool trusted = true;
   for (int i = threadIdx.x; i < tiling.steps * 4 * Math::kSlots; i += kGemmThreads) {
     const int t = i / Math::kSlots % 4, slot = i % Math::kSlots;
@@ -357,7 +381,7 @@ __device__ void write_direct(const Convolution<T>& conv, const Gemm& gemm, const
 }
 
 template <class T, int kTiles, bool kRun>
-__global__ void __launch_bounds__(kGemmThreads, std::is_same_v<typename GemmMath<T>::Sum, float>&& kTiles == 4 ? 1 : 2)
+__global__ void __launch_bounds__(kGemmThreads, gemm_blocks(sizeof(T)))
     implicit_gemm(const __grid_constant__ Convolution<T> conv, const __grid_constant__ Gemm gemm,
                   const uint4* __restrict__ weights, const int* __restrict__ flags, int flag_count) {
   using Math = GemmMath<T>;
@@ -384,6 +408,7 @@ __global__ void __launch_bounds__(kGemmThreads, std::is_same_v<typename GemmMath
     if (ahead.box < gemm.boxes) {
       copy_inputs(input + ahead.sample * conv.input_strides[0], gemm, ahead, vectors,
                   memory.stages + slot * tiling.stage);
+      if (threadIdx.x == 0) memory.skips[slot] = ahead.skip<T>(gemm, vectors);
       if (++ahead.chunk == tiling.chunks) {
         ahead.chunk = 0;
         ahead.box += blocks;
@@ -392,8 +417,10 @@ __global__ void __launch_bounds__(kGemmThreads, std::is_same_v<typename GemmMath
     }
     __pipeline_commit();
   };
+  // Turning takes a stage of its own time: it works one stage ahead of the products.
+  const bool turned = kRun && tiling.turned;
 #pragma unroll 1
-  for (int i = 0; i < kGemmStages - 1; ++i) fetch(i);
+  for (int i = 0; i < kGemmStages - (turned ? 0 : 1); ++i) fetch(i);
   bool flag = !make_tables(conv, gemm, memory, first_channel, channels);
   wait_for_previous_launch();
   for (int i = threadIdx.x; i < flag_count; i += kGemmThreads) flag |= flags[i] != 0;
@@ -434,8 +461,13 @@ __global__ void __launch_bounds__(kGemmThreads, std::is_same_v<typename GemmMath
   };
   load_weights(first_weights);
 
+  int slot = 0, half = 0;
+  if (turned && block < gemm.boxes) {
+    __pipeline_wait_prior(kGemmStages - 1);
+    __syncthreads();
+    turn_rows(gemm, memory.stages + memory.skips[0], memory.turned);
+  }
   GemmCursor at{block, 0};
-  int slot = 0;
   for (; at.box < gemm.boxes; at.box += blocks) {
     at.locate(gemm);
     Sum sums[kTiles][kColumns][4] = {};
@@ -445,9 +477,20 @@ __global__ void __launch_bounds__(kGemmThreads, std::is_same_v<typename GemmMath
     for (at.chunk = 0; at.chunk < tiling.chunks; ++at.chunk) {
       __pipeline_wait_prior(kGemmStages - 2);
       __syncthreads();
-      fetch(slot == 0 ? kGemmStages - 1 : slot - 1);
-      const T* stage = memory.stages + slot * tiling.stage + (kRun ? 0 : at.skip<T>(gemm, vectors));
-      if (++slot == kGemmStages) slot = 0;
+      const T* stage;
+      if (turned) {
+        fetch(slot);
+        slot = slot == kGemmStages - 1 ? 0 : slot + 1;
+        const int size = tiling.points() * tiling.point;
+        stage = memory.turned + half * size;
+        half ^= 1;
+        if (at.chunk + 1 < tiling.chunks || at.box + blocks < gemm.boxes)
+          turn_rows(gemm, memory.stages + slot * tiling.stage + memory.skips[slot], memory.turned + half * size);
+      } else {
+        fetch(slot == 0 ? kGemmStages - 1 : slot - 1);
+        stage = memory.stages + slot * tiling.stage + (kRun ? 0 : memory.skips[slot]);
+        slot = slot == kGemmStages - 1 ? 0 : slot + 1;
+      }
       const int* table = memory.inputs + t * kSlots;
 #pragma unroll 1
       for (int step = 0; step < tiling.steps; ++step) {
