@@ -23,6 +23,7 @@ f64, f32, f16, bf16 = DTYPES
 
 WORKLOAD = {"stride": 2, "padding": 1}  # with kernel 3 and pool 2: two taps a dimension, and D - 1 outputs
 STAGED, DIRECT = ["staged_conv"], ["collapse_taps", "direct_conv"]
+GEMM, COLUMNS = ["split_taps", "implicit_gemm"], ["collapse_taps", "column_conv"]
 
 
 @pytest.mark.sanitize
@@ -46,22 +47,56 @@ STAGED, DIRECT = ["staged_conv"], ["collapse_taps", "direct_conv"]
         *(((batch, 1, 2, 17, 33), (2, 3, 3, 3), WORKLOAD, f32, STAGED) for batch in (131, 132, 133, 395, 396, 397)),
         *(((batch, 3, 3, 18, 34), (5, 3, 3, 3), WORKLOAD, bf16, STAGED) for batch in (16, 17, 18)),
         ((1, 20, 2, 5, 4), (16, 3, 3, 3), WORKLOAD, f32, STAGED),  # all that shared memory holds
-        ((1, 21, 2, 5, 4), (16, 3, 3, 3), WORKLOAD, f32, DIRECT),
+        ((1, 21, 2, 5, 4), (16, 3, 3, 3), WORKLOAD, f32, GEMM),
         ((1, 8, 2, 4, 4), (272, 3, 3, 3), WORKLOAD, f32, STAGED),
-        ((1, 8, 2, 4, 4), (273, 3, 3, 3), WORKLOAD, f32, DIRECT),
+        ((1, 8, 2, 4, 4), (273, 3, 3, 3), WORKLOAD, f32, GEMM),
         ((2, 15, 18, 32), (15, 3, 3), WORKLOAD, f32, STAGED),
-        ((2, 16, 18, 32), (15, 3, 3), WORKLOAD, f32, DIRECT),
+        ((2, 16, 18, 32), (15, 3, 3), WORKLOAD, f32, GEMM),
         ((2, 2, 34, 66), (4, 2, 2), {"padding": 1, "pool_kernel_size": 1}, f32, STAGED),
         ((1, 1, 4, 4), (2, 64, 64), {"stride": 64, "padding": 63, "pool_kernel_size": 64}, f32, STAGED),
-        ((1, 1, 4, 4), (2, 65, 65), {"stride": 64, "padding": 64, "pool_kernel_size": 64}, f32, DIRECT),
-        ((1, 3, 2, 5, 6), (16, 3, 3, 3), WORKLOAD, f64, DIRECT),
-        ((2, 3, 33), (4, 3), WORKLOAD, f32, DIRECT),
-        ((2, 3, 31), (3, 3), WORKLOAD, f32, DIRECT),  # 4 channels a thread
-        ((2, 6, 3, 32), (5, 3, 3), WORKLOAD | {"groups": 2}, bf16, DIRECT),
-        *(((1, 1, 256 + i), (1, 1), {"pool_kernel_size": 1}, f32, DIRECT) for i in (-1, 0, 1)),  # 256 threads a block
-        ((1, 1, 256), (1, 4), {"padding": 2, "pool_kernel_size": 1}, f16, DIRECT),
-        ((1, 2, 9, 9), (3, 4, 4), WORKLOAD, f32, DIRECT),  # reaches over the border
-        ((1, 2, 9, 9), (3, 3, 3), {"pool_kernel_size": 2, "pool_stride": 3}, f32, DIRECT),
+        ((1, 1, 4, 4), (2, 65, 65), {"stride": 64, "padding": 64, "pool_kernel_size": 64}, f32, COLUMNS),
+        # The matrix product: output channels of a group, of a warp (16, 32, 64) and of a block (64, 128).
+        ((2, 3, 33), (4, 3), WORKLOAD, f32, COLUMNS),
+        *(((2, 3, 33), (n, 3), WORKLOAD, f32, GEMM) for n in (5, 15, 16, 17, 31, 33, 63, 64, 65, 129)),
+        *(((2, 3, 33), (n, 3), WORKLOAD, dtype, GEMM) for n in (6, 16, 33, 63, 65, 127, 129) for dtype in (f16, bf16)),
+        *(((1, 3, 2, 5, 6), (n, 3, 3, 3), WORKLOAD, f64, GEMM) for n in (16, 33, 64)),
+        ((2, 6, 3, 32), (5, 3, 3), WORKLOAD | {"groups": 2}, bf16, GEMM),
+        ((2, 6, 3, 32), (17, 3, 3), WORKLOAD | {"groups": 3}, f32, GEMM),
+        # Input channels, of a product (8, 16) and of a stage; whole vectors of a row, and not.
+        *(((1, n, 9, 12), (64, 4, 4), WORKLOAD, f32, GEMM) for n in (7, 8, 9, 16, 20, 65)),
+        *(((1, n, 9, 16), (33, 4, 4), WORKLOAD, f16, GEMM) for n in (15, 16, 17, 40, 129)),
+        *(
+            ((1, 16, 40), (33, k), {"padding": 1, "pool_kernel_size": 1}, f16, GEMM) for k in (3, 4)
+        ),  # turned from 4 taps
+        ((1, 17, 9, 13), (33, 4, 4), WORKLOAD, bf16, GEMM),
+        ((1, 9, 9, 13), (65, 4, 4), WORKLOAD, f64, GEMM),
+        # Positions of a block (128, 256), in one row and several, and of a box that goes on over planes.
+        *(
+            ((1, 2, n), (64, 4), WORKLOAD | {"pool_kernel_size": 1, "pool_stride": 2}, f32, GEMM)
+            for n in (127, 128, 129)
+        ),
+        *(
+            ((1, 2, n), (16, 4), WORKLOAD | {"pool_kernel_size": 1, "pool_stride": 2}, bf16, GEMM)
+            for n in (255, 257, 512)
+        ),
+        ((2, 3, 17, 17), (9, 4, 4), WORKLOAD, f32, GEMM),
+        ((2, 3, 9, 9, 9), (9, 3, 3, 3), WORKLOAD | {"pool_kernel_size": 4}, f32, GEMM),  # steps of 2
+        ((2, 3, 9, 9, 9), (9, 3, 3, 3), WORKLOAD | {"pool_kernel_size": 4}, f16, GEMM),
+        ((2, 3, 30, 30), (9, 3, 3), {"pool_stride": 9}, f32, GEMM),
+        ((1, 2, 600), (5, 512), {"padding": 300, "pool_kernel_size": 1}, f32, GEMM),  # the most offsets
+        ((1, 2, 600), (5, 513), {"padding": 300, "pool_kernel_size": 1}, f32, COLUMNS),
+        # Columns: eight rows a thread, up to four offsets in registers.
+        *(((2, 3, n, 31), (3, 3, 3), WORKLOAD, f64, COLUMNS) for n in (8, 9, 10)),
+        *(((2, 2, n, 31), (1, 3, 3), WORKLOAD | {"groups": 2}, f16, COLUMNS) for n in (8, 9, 10)),
+        *(((2, 6, 9, 30), (1, k, k), WORKLOAD | {"groups": 6}, f32, COLUMNS) for k in (2, 4, 6, 8)),
+        ((2, 6, 9, 30), (2, 4, 4), WORKLOAD | {"groups": 6}, bf16, COLUMNS),
+        ((2, 3, 31), (3, 3), WORKLOAD, f32, COLUMNS),
+        *(((1, 1, 256 + i), (1, 1), {"pool_kernel_size": 1}, f32, COLUMNS) for i in (-1, 0, 1)),  # 256 threads a block
+        ((1, 1, 256), (1, 4), {"padding": 2, "pool_kernel_size": 1}, f16, COLUMNS),
+        ((1, 2, 9, 9), (3, 4, 4), WORKLOAD, f32, COLUMNS),  # reaches over the border
+        ((1, 2, 9, 9), (3, 3, 3), {"pool_kernel_size": 2, "pool_stride": 3}, f32, COLUMNS),
+        ((1, 1024, 3), (1, 3), WORKLOAD, f16, COLUMNS),
+        ((1, 1025, 3), (1, 3), WORKLOAD, f16, DIRECT),
         ((1, 2, 9, 9), (3, 2, 2), {"dilation": 3, "pool_kernel_size": 1}, f32, DIRECT),  # offsets without a tap
         (
             (1, 2, 4, 4),
@@ -114,17 +149,54 @@ def test_sizes_may_be_any_integers(inputs: Inputs) -> None:
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("shape", [(2, 6, 17, 33), (2, 4, 3, 5, 34)], ids=str)
-@pytest.mark.parametrize("groups", [1, 2])
-def test_channels_last_in_and_out(inputs: Inputs, shape: tuple[int, ...], groups: int) -> None:
+@pytest.mark.parametrize(
+    ("shape", "channels", "groups", "dtype", "launched"),
+    [
+        ((2, 6, 17, 33), 5, 1, f32, GEMM),
+        ((2, 6, 17, 33), 5, 2, f32, GEMM),
+        ((2, 4, 3, 5, 34), 6, 1, f32, GEMM),
+        ((2, 4, 3, 5, 34), 3, 2, f32, COLUMNS),
+        ((2, 6, 7, 9), 1, 6, f16, COLUMNS),
+        # Channels of a product (8, 16) and of a stage; whole vectors of them, and not.
+        *(((1, n, 9, 10), 33, 1, f32, GEMM) for n in (7, 8, 9, 12, 24, 68)),
+        *(((1, n, 9, 10), 65, 1, f16, GEMM) for n in (15, 16, 17, 24, 200)),
+        ((1, 3, 4, 6, 8), 16, 1, f32, GEMM),
+        ((1, 3, 4, 6, 16), 16, 1, bf16, GEMM),
+        ((1, 7, 4, 6), 6, 1, f64, GEMM),
+        ((1, 10, 4, 6), 6, 2, f64, GEMM),
+    ],
+    ids=str,
+)
+def test_channels_last_in_and_out(
+    inputs: Inputs, shape: tuple[int, ...], channels: int, groups: int, dtype: torch.dtype, launched: list[str]
+) -> None:
     dims = len(shape) - 2
-    x = LAYOUTS["channels_last"](inputs.input(*shape))
-    w = inputs.weight(shape[1], 5, *[3] * dims)
+    x = LAYOUTS["channels_last"](inputs.input(*shape, dtype=dtype))
+    w = inputs.weight(shape[1], channels, *[3] * dims, dtype=dtype)
     plan = fused_kernels.plan(B, x.to("meta"), w.to("meta"), **WORKLOAD, groups=groups)
-    assert [launch.kernel for launch in plan.launches] == DIRECT
+    assert [launch.kernel for launch in plan.launches] == launched
     ours = check(B, x, w, **WORKLOAD, groups=groups, against_eager=False)
     assert ours.is_contiguous(memory_format=torch.channels_last if dims == 2 else torch.channels_last_3d)
     check(B, x, LAYOUTS["channels_last"](w), **WORKLOAD, groups=groups, against_eager=False)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("layout", ["offset 1", "offset 3", "channels_last"])
+@pytest.mark.parametrize("dtype", [f32, f16], ids=str)
+def test_a_matrix_product_of_unaligned_inputs(inputs: Inputs, layout: str, dtype: torch.dtype) -> None:
+    x, w = LAYOUTS[layout](inputs.input(2, 9, 6, 24, dtype=dtype)), inputs.weight(9, 20, 4, 4, dtype=dtype)
+    check(B, x, w, **WORKLOAD, against_eager=False)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("channels", [1, 24], ids=["columns", "matrix product"])
+@every_dtype
+def test_a_sample_is_the_same_in_every_batch(inputs: Inputs, dtype: torch.dtype, channels: int, layout: str) -> None:
+    x, w = LAYOUTS[layout](inputs.input(67, 20, 9, 12, dtype=dtype)), inputs.weight(20, channels, 4, 4, dtype=dtype)
+    together = conv_transpose_avg_pool(x, w, **WORKLOAD)
+    for i in (0, 40, 66):
+        assert torch.equal(conv_transpose_avg_pool(x[i : i + 1], w, **WORKLOAD), together[i : i + 1])
+    assert torch.equal(conv_transpose_avg_pool(x, w, **WORKLOAD), together)
 
 
 # ---- values --------------------------------------------------------------------------------------------------------
@@ -160,6 +232,8 @@ def test_workload_b(inputs: Inputs, dtype: torch.dtype) -> None:
         ((2, 32, 70), (16, 16), {"stride": 8, "padding": 4, "pool_kernel_size": 8}),
         ((2, 7, 9, 8), (1, 3, 3), {"stride": 2, "padding": 1, "groups": 7}),
         ((1, 300, 3, 4), (65, 3, 3), {"stride": 2, "padding": 1}),
+        ((2, 24, 9, 40), (64, 3, 3), {"stride": 1, "pool_kernel_size": 3, "pool_stride": 1}),
+        ((2, 8, 12, 15), (16, 2, 2), {"pool_kernel_size": 1}),
     ],
     ids=str,
 )
@@ -258,9 +332,12 @@ def test_without_taps_the_affine_part_is_left(inputs: Inputs, kwargs: dict[str, 
 @every_dtype
 @pytest.mark.parametrize("border", [math.nan, math.inf, 1e30], ids=str)
 @pytest.mark.parametrize("dims", [1, 2, 3])
-def test_unused_cells_do_not_matter(inputs: Inputs, dtype: torch.dtype, border: float, dims: int) -> None:
+@pytest.mark.parametrize("channels", [3, 6])
+def test_unused_cells_do_not_matter(
+    inputs: Inputs, dtype: torch.dtype, border: float, dims: int, channels: int
+) -> None:
     inner = inputs.input(2, 2, *[4] * dims, dtype=dtype)
-    w = inputs.weight(2, 3, *[1] * dims, dtype=dtype)
+    w = inputs.weight(2, channels, *[1] * dims, dtype=dtype)
     x = torch.nn.functional.pad(
         inner, [1, 1] * dims, value=min(border, torch.finfo(dtype).max) if border < math.inf else border
     )
@@ -270,10 +347,14 @@ def test_unused_cells_do_not_matter(inputs: Inputs, dtype: torch.dtype, border: 
 @every_dtype
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=str)
 @pytest.mark.parametrize("shape", [(2, 3, 6, 5), (2, 3, 4, 5, 6)], ids=str)
+@pytest.mark.parametrize("channels", [4, 6])
 def test_special_cells_stay_where_they_are(
-    inputs: Inputs, dtype: torch.dtype, value: float, shape: tuple[int, ...]
+    inputs: Inputs, dtype: torch.dtype, value: float, shape: tuple[int, ...], channels: int
 ) -> None:
-    x, w = inputs.input(*shape, dtype=dtype), inputs.weight(3, 4, *[3] * (len(shape) - 2), positive=True, dtype=dtype)
+    x, w = (
+        inputs.input(*shape, dtype=dtype),
+        inputs.weight(3, channels, *[3] * (len(shape) - 2), positive=True, dtype=dtype),
+    )
     x[1, 2, 0, 2] = value
     for kwargs in (WORKLOAD, {"padding": 1}, {"padding": 1, "stride": 2, "pool_stride": 4}):
         ours = check(B, x, w, **kwargs)
@@ -283,22 +364,26 @@ def test_special_cells_stay_where_they_are(
 @every_dtype
 @pytest.mark.parametrize("value", [math.inf, math.nan], ids=str)
 @pytest.mark.parametrize("kwargs", [WORKLOAD, {}, {"stride": 2}, {"padding": 2, "dilation": 2}], ids=str)
-def test_infinite_weights(inputs: Inputs, dtype: torch.dtype, value: float, kwargs: dict[str, int]) -> None:
+@pytest.mark.parametrize("channels", [4, 6])
+def test_infinite_weights(
+    inputs: Inputs, dtype: torch.dtype, value: float, kwargs: dict[str, int], channels: int
+) -> None:
     """They meet the inputs there are, and no zeros of the border."""
-    x, w = inputs.input(2, 3, 6, 5, positive=True, dtype=dtype), inputs.weight(3, 4, 3, 3, dtype=dtype)
+    x, w = inputs.input(2, 3, 6, 5, positive=True, dtype=dtype), inputs.weight(3, channels, 3, 3, dtype=dtype)
     w[1, 2, 0, 1] = value
     check(B, x, w, **kwargs)
 
 
 @every_dtype
 @pytest.mark.parametrize("scale", [math.inf, 0.0, 1e30, 1e-30], ids=str)
-def test_extreme_factors(inputs: Inputs, dtype: torch.dtype, scale: float) -> None:
+@pytest.mark.parametrize("size", [(6, 5), (11,)], ids=str)
+def test_extreme_factors(inputs: Inputs, dtype: torch.dtype, scale: float, size: tuple[int, ...]) -> None:
     """They may not be multiplied with each other, or with the weight, where that would lose what they leave."""
     if scale not in (0.0, math.inf) and dtype == f16:
         pytest.skip("beyond float16")
-    x, w = inputs.input(2, 3, 6, 5, dtype=dtype), inputs.weight(3, 4, 3, 3, dtype=dtype)
+    x, w = inputs.input(2, 3, *size, dtype=dtype), inputs.weight(3, 6, *[3] * len(size), dtype=dtype)
     w[0, 1] = 0
-    bias, shift = inputs.channels(4, dtype=dtype), inputs.channels(4, dtype=dtype)
+    bias, shift = inputs.channels(6, dtype=dtype), inputs.channels(6, dtype=dtype)
     check(B, x, w, bias, **WORKLOAD, scale1=2.0, shift=shift, scale2=scale)
     if scale < math.inf:  # the composition multiplies before it pools, and makes NaN of infinities of both signs
         check(B, x, w, bias, **WORKLOAD, scale1=scale, shift=shift, scale2=1 / scale if scale else 3.0)
@@ -314,6 +399,7 @@ def test_intermediate_beyond_half_stays_finite(device: torch.device, dtype: torc
     w = torch.full((1, 1, 2), 60000.0, dtype=dtype, device=device)
     x = torch.full((1, 1, 7), 0.5, dtype=dtype, device=device)
     check(B, x, w, padding=1, against_eager=False)
+    check(B, x, w.repeat(1, 8, 1), padding=1, against_eager=False)
 
 
 # ---- sizes ---------------------------------------------------------------------------------------------------------
