@@ -52,7 +52,7 @@ TILE, CHUNK, CHUNKS = ["tile_sums"], ["chunk_sums"], ["chunk_sums", "finish_mean
         ((2, 3, 513), f32, CHUNK),
         ((1, 3, 1024), f16, TILE),
         ((1, 3, 1025), f16, CHUNK),
-        ((1, 3, 2049), bf16, CHUNK),  # 4 warps a plane
+        ((1, 3, 2049), bf16, CHUNK),  # 2 warps a plane
         ((1, 3, 257), f64, CHUNK),
         ((3, 3, 1024), f32, CHUNK),  # 4096 bytes: one warp, and 8 planes a block
         ((3, 3, 1025), f32, CHUNK),

@@ -92,8 +92,7 @@ struct GlobalPoolPlan : Plan {
   int64_t column_blocks = 1;   // finishing blocks per sample
 };
 
-inline constexpr int64_t kWarpBytes =
-    4096;  // what a warp takes of a chunk at once; half types have half as many loads in flight
+inline constexpr int64_t kWarpBytes = 4096;       // what a warp takes of a chunk
 inline constexpr int kMaxWarps = 8;               // per chunk
 inline constexpr int64_t kMaxChunks = 1024;       // partial sums per plane that a finishing block has to add up
 inline constexpr int64_t kTilePlaneBytes = 2048;  // below this a warp cannot fill its loads from one plane
@@ -148,8 +147,7 @@ inline GlobalPoolPlan plan_global_avg_pool(const GlobalPoolProblem& problem, con
     plan.sum = SumKernel::kNone;
     return plan;
   }
-  plan.warps =
-      power_of_two_at_least(ceil_div(plane_bytes, problem.itemsize == 2 ? kWarpBytes / 2 : kWarpBytes), kMaxWarps);
+  plan.warps = power_of_two_at_least(ceil_div(plane_bytes, kWarpBytes), kMaxWarps);
   if (problem.chain && !problem.boxes && problem.channels * plane_bytes <= kSampleBytes &&
       pairs * problem.taps * problem.itemsize <= kSampleBytes && problem.channels + pairs <= kSamplePairs) {
     plan.variant = "one block a sample";
