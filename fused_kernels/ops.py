@@ -64,6 +64,14 @@ def _convolution(stride: Size, padding: Size, output_padding: Size, groups: int,
     return _list(stride), _list(padding), _list(output_padding), groups, _list(dilation)
 
 
+def _pool(kernel_size: Size, stride: Size) -> dict[str, Any]:
+    """Likewise; but what is compiled spells the stride out, since AOTInductor makes None of an empty list."""
+    if type(kernel_size) in _PLAIN and type(stride) is tuple and not stride and not torch.compiler.is_compiling():
+        return {} if kernel_size == 2 else {"pool_kernel_size": kernel_size}
+    kernel_size = _list(kernel_size)
+    return {"pool_kernel_size": kernel_size, "pool_stride": _list(stride) or kernel_size}  # int[] takes no bare number
+
+
 # ---- wrappers ----------------------------------------------------------------------------------------------------
 
 
@@ -241,7 +249,6 @@ def conv_transpose_avg_pool(
         >>> fused_kernels.conv_transpose_avg_pool(x, weight, stride=2, padding=1).shape
         torch.Size([2, 5, 7, 7])
     """
-    pool_kernel_size = _list(pool_kernel_size)
     scale1, shift, scale2 = _tensor(scale1), _tensor(shift), _tensor(scale2)
     op, guard = _enter(_OPS.conv_transpose_avg_pool.default, (input, weight, bias, scale1, shift, scale2))
     with guard:
@@ -250,9 +257,7 @@ def conv_transpose_avg_pool(
             weight,
             bias,
             *_convolution(stride, padding, output_padding, groups, dilation),
-            pool_kernel_size=pool_kernel_size,
-            # As a list, since int[] takes no bare number; never empty, since AOTInductor makes None of that.
-            pool_stride=_list(pool_stride) or pool_kernel_size,
+            **_pool(pool_kernel_size, pool_stride),
             scale1=scale1,
             shift=shift,
             scale2=scale2,
