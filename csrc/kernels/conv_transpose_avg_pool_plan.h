@@ -181,6 +181,7 @@ inline AvgPoolPlan plan_conv_transpose_avg_pool(const AvgPoolProblem& problem, c
              shared_memory);
     return plan;
   }
+  const bool programmatic = device.compute_capability >= 90;
   plan.gemm = gemm_tiling(problem, device);
   if (plan.gemm.fits()) {
     plan.variant = "implicit matrix product on tensor cores";
@@ -194,7 +195,7 @@ inline AvgPoolPlan plan_conv_transpose_avg_pool(const AvgPoolProblem& problem, c
     const int64_t together = device.multiprocessors * gemm_blocks(problem.itemsize);
     const int64_t boxes = std::min(problem.batch * plan.gemm.boxes, kMostGemmSize);
     const int64_t blocks = std::clamp<int64_t>(together / plan.gemm.channel_tiles, 1, boxes);
-    plan.add("implicit_gemm", plan.gemm.channel_tiles * blocks, kGemmThreads, plan.gemm.shared_memory, true);
+    plan.add("implicit_gemm", plan.gemm.channel_tiles * blocks, kGemmThreads, plan.gemm.shared_memory, programmatic);
     return plan;
   }
   const int64_t collapsed = weights * taps_of(problem);
@@ -210,7 +211,7 @@ inline AvgPoolPlan plan_conv_transpose_avg_pool(const AvgPoolProblem& problem, c
     if (blocks <= INT32_MAX) {
       plan.variant = "one thread a column";
       plan.kernel = PoolKernel::kColumns;
-      plan.add("column_conv", blocks, kDirectThreads, 0, true);
+      plan.add("column_conv", blocks, kDirectThreads, 0, programmatic);
       return plan;
     }
   }
@@ -219,7 +220,7 @@ inline AvgPoolPlan plan_conv_transpose_avg_pool(const AvgPoolProblem& problem, c
   const int64_t threads = outputs / problem.out_channels * problem.groups *
                           ceil_div(problem.out_channels / problem.groups, kDirectChannels);
   plan.add("direct_conv", std::min(ceil_div(threads, kDirectThreads), kMostBlocks), kDirectThreads, 0,
-           plan.launches > 0);
+           programmatic && plan.launches > 0);
   return plan;
 }
 
