@@ -88,7 +88,8 @@ sanitizer = $(or $(shell command -v compute-sanitizer 2>/dev/null),/usr/local/cu
 # Without torch's caching allocator, memcheck knows where each tensor ends; only this package's kernels are instrumented.
 sanitize = $(outside) PYTHONPATH=$(GPU)/site PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(sanitizer) --error-exitcode 1 \
     --kernel-name kns=fused --tool
-sanitized_tests = $(PYTHON) -m pytest -m "sanitize and cuda" $(CURDIR)/tests
+sanitized = sanitize and cuda
+sanitized_tests = $(PYTHON) -m pytest -m "$(sanitized)" $(CURDIR)/tests
 
 .PHONY: gpu-check $(addprefix gpu-,$(GPU_STEPS))
 
@@ -120,6 +121,7 @@ gpu-properties: export FUSED_KERNELS_EXAMPLES ?= 3000
 gpu-properties:
 	$(gpu_python) -m pytest -m "properties and cuda" --hypothesis-show-statistics $(CURDIR)/tests
 
+gpu-racecheck: sanitized += and not slow
 gpu-memcheck gpu-racecheck gpu-synccheck: gpu-%:
 	$(sanitize) $* $(sanitized_tests)
 

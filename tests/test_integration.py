@@ -565,18 +565,28 @@ def test_a_package_of_aot_inductor_runs_in_python_and_without_it(tmp_path: Path)
     examples = Path(__file__).parent.parent / "examples"
     package, program = tmp_path / "model.pt2", tmp_path / "aot_inductor"
 
+    def start(*command: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([str(part) for part in command], capture_output=True, text=True, cwd=tmp_path)
+
     def run(*command: object) -> list[float]:
-        done = subprocess.run([str(part) for part in command], capture_output=True, text=True, cwd=tmp_path)
+        done = start(*command)
         assert done.returncode == 0, done.stderr
         return [float(value) for value in done.stdout.split()]
 
-    expected = run(sys.executable, examples / "aot_inductor.py", package)
-    code = (
-        "import sys, torch, fused_kernels; x = torch.ones(2, 3, 9, 7);"
-        "x = x.cuda() if torch.cuda.is_available() else x;"
-        "print(*torch._inductor.aoti_load_package(sys.argv[1])(x).flatten().tolist())"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    load = "import sys, torch; loaded = torch._inductor.aoti_load_package(sys.argv[1])"
+    pack_relu = (
+        f"import sys, torch; model = torch.export.export(torch.nn.ReLU(), (torch.ones(2, device='{device}'),));"
+        "torch._inductor.aoti_compile_and_package(model, package_path=sys.argv[1])"
     )
-    assert run(sys.executable, "-c", code, package) == pytest.approx(expected, rel=1e-5)
+    expected = run(sys.executable, examples / "aot_inductor.py", package)
+    use = f"import fused_kernels; {load}; print(*loaded(torch.ones(2, 3, 9, 7, device='{device}')).flatten().tolist())"
+    if start(sys.executable, "-c", use, package).returncode < 0:  # a crash
+        relu = tmp_path / "relu.pt2"
+        run(sys.executable, "-c", pack_relu, relu)
+        if start(sys.executable, "-c", load, relu).returncode < 0:
+            pytest.skip(f"here, torch {torch.__version__} crashes over any package for {device}, one of a ReLU, too")
+    assert run(sys.executable, "-c", use, package) == pytest.approx(expected, rel=1e-5)
 
     torch_dir = Path(torch.__file__).parent
     cuda = ["-Wl,--no-as-needed", "-ltorch_cuda"] if torch.cuda.is_available() else []

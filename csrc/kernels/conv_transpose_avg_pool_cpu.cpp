@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <atomic>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "conv_transpose_avg_pool.h"
@@ -62,6 +63,11 @@ namespace {
 // Vectors of positions in registers, beside which kBlockChannels accumulators each and a broadcast have to fit.
 constexpr int kBlockVectors = FUSED_CPU_REGISTERS == 32 ? 4 : 3;
 
+template <class Pairs, size_t... kIndex>
+inline auto every_other(Pairs x, std::index_sequence<kIndex...>) {
+  return __builtin_shufflevector(x, x, (2 * kIndex)...);
+}
+
 // result[i] = x[i * stride], converted. Strided elements are gathered in a register: left to itself, GCC 12 converts two at
 // a time by way of memory (10% slower in all where the pool is twice as wide as the convolution's stride).
 template <class Acc, class T>
@@ -71,6 +77,11 @@ void pack_row(const T* x, int64_t count, int64_t stride, Acc* result) {
   int64_t i = 0;
   if (stride == 1)
     for (; i + k <= count; i += k) store(result + i, load_as<Acc>(x + i));
+  else if (stride == 2)
+    for (; i + k < count; i += k) {  // it reads the element behind the last, too
+      const auto gathered = every_other(load_bits<Vector<Bits, 2 * k>>(x + i * 2), std::make_index_sequence<k>());
+      store(result + i, load_as<Acc>(reinterpret_cast<const T*>(&gathered)));
+    }
   for (; i + k <= count; i += k) {
     Vector<Bits, k> gathered;
 #pragma GCC unroll 16
@@ -83,6 +94,7 @@ void pack_row(const T* x, int64_t count, int64_t stride, Acc* result) {
 // The input of one tile of group channels, as (ci, phase0, phase1, phase2, packed0, packed1, packed2).
 template <class T, class Acc>
 void pack_tile(const T* x, const Convolution<Acc>& conv, const int64_t (&tile)[3], Acc* result) {
+  constexpr int64_t kRowsAhead = 10, kLine = 64 / sizeof(T);
   const auto& [axis0, axis1, axis2] = conv.axes;
   const auto input_at = [&](const Axis& axis, int d, int64_t phase, int64_t i) {
     return (tile[d] * axis.tile + i) * axis.step + axis.first + phase;
@@ -97,18 +109,25 @@ void pack_tile(const T* x, const Convolution<Acc>& conv, const int64_t (&tile)[3
           int64_t end = start < axis2.input ? (axis2.input - start + axis2.step - 1) / axis2.step : 0;
           if (end > axis2.packed) end = axis2.packed;
           if (begin > end) begin = end;
+          const T* row_start = x + (start + begin * axis2.step) * axis2.input_stride;
+          const auto row_at = [&](int64_t at0, int64_t at1) {
+            return row_start + at0 * axis0.input_stride + at1 * axis1.input_stride;
+          };
           for (int64_t i0 = 0; i0 < axis0.packed; ++i0)
             for (int64_t i1 = 0; i1 < axis1.packed; ++i1, result += axis2.packed) {
               const int64_t at0 = input_at(axis0, 0, p0, i0), at1 = input_at(axis1, 1, p1, i1);
+              // Short rows with gaps between them are nothing that the hardware would ask for ahead.
+              const bool wraps = i1 + kRowsAhead >= axis1.packed;
+              const T* ahead = row_at(at0 + (wraps ? axis0.step : 0),
+                                      at1 + (wraps ? kRowsAhead - axis1.packed : kRowsAhead) * axis1.step);
+              for (int64_t i = 0; i < (end - begin) * axis2.step; i += kLine) __builtin_prefetch(ahead + i);
               if (at0 < 0 || at0 >= axis0.input || at1 < 0 || at1 >= axis1.input) {
                 for (int64_t i = 0; i < axis2.packed; ++i) result[i] = 0;
                 continue;
               }
               for (int64_t i = 0; i < begin; ++i) result[i] = 0;
               for (int64_t i = end; i < axis2.packed; ++i) result[i] = 0;
-              pack_row(x + at0 * axis0.input_stride + at1 * axis1.input_stride +
-                           (start + begin * axis2.step) * axis2.input_stride,
-                       end - begin, axis2.step * axis2.input_stride, result + begin);
+              pack_row(row_at(at0, at1), end - begin, axis2.step * axis2.input_stride, result + begin);
             }
         }
 }
@@ -298,13 +317,13 @@ void choose_tiles(Axis (&axes)[3], int64_t in_group) {
 
 // Float32 products that add up in one register before they go to a float64 sum, in about equal parts; 0 where products are
 // float64 themselves. Those of float32 inputs are, unless there are so many input channels that eager PyTorch, which sums
-// them in float32, makes twice the error of chains of 16 (measured: 0.55 of eager's at 64 channels, less from there on),
-// and so many outputs of a sample that luck does not turn the largest error's ratio (of 12 draws, the worst was 0.7 from
-// 2^20 on; 1.3 at 64 x 4096, 2.7 at 128 x 2).
+// them in float32, makes twice the error of chains of 32 (measured: 0.5 of eager's at 64 channels, less from there on),
+// and so many outputs of a sample that luck does not turn the largest error's ratio (of 40 draws, the worst was 0.7 at
+// 2^20; with chains of 16, 1.3 at 64 x 4096, 2.7 at 128 x 2).
 template <class T>
 int64_t choose_chain(int64_t in_group, int64_t depth, int64_t sample_outputs) {
   if (sizeof(T) == 8 || (sizeof(T) == 4 && (in_group < 64 || in_group * sample_outputs < 1 << 20))) return 0;
-  const int64_t most = sizeof(T) == 4 ? 16 : std::clamp<int64_t>(depth / 16, 32, 64);
+  const int64_t most = sizeof(T) == 4 ? 32 : std::clamp<int64_t>(depth / 16, 32, 64);
   return std::max<int64_t>(1, ceil_div(depth, std::max<int64_t>(1, ceil_div(depth, most))));
 }
 

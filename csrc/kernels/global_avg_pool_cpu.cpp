@@ -51,40 +51,51 @@ template <class T>
 using Lane = std::conditional_t<sizeof(T) == 2, float, double>;
 
 constexpr int64_t kRun = 1024;
+// Reads go through this many distant places at once: one alone gets six sevenths of the memory's speed.
+constexpr int kStreams = 4;
 
-template <class T>
-double sum_short_run(const T* x, int64_t n) {
+// totals[s] += the sum of n elements from x + s * stride on, for each of kCount streams; in the same order for any kCount.
+template <int kCount, class T>
+void add_streams(const T* x, int64_t stride, int64_t n, double* totals) {
   using V = Lanes<Lane<T>>;
   constexpr int k = kLanes<Lane<T>>;
-  V sums[4] = {};
-  int64_t i = 0;
-  for (; i + 4 * k <= n; i += 4 * k) {
-    // Further ahead than the hardware does it: 5 to 10 % of the time of a long read.
-    for (size_t line = 0; line < 4 * k * sizeof(T); line += 64)
-      __builtin_prefetch(reinterpret_cast<const char*>(x + i) + 4096 + line);
-    for (int u = 0; u < 4; ++u) sums[u] += load_as<Lane<T>>(x + i + u * k);
+  for (int64_t i = 0; i < n;) {
+    const int64_t end = i + kRun < n ? i + kRun : n;
+    V sums[kCount][2] = {};
+    for (; i + 4 * k <= end; i += 4 * k)
+#pragma GCC unroll 4
+      for (int s = 0; s < kCount; ++s)
+#pragma GCC unroll 4
+        for (int u = 0; u < 4; ++u) sums[s][u % 2] += load_as<Lane<T>>(x + s * stride + i + u * k);
+    for (; i + k <= end; i += k)
+#pragma GCC unroll 4
+      for (int s = 0; s < kCount; ++s) sums[s][0] += load_as<Lane<T>>(x + s * stride + i);
+#pragma GCC unroll 4
+    for (int s = 0; s < kCount; ++s) {
+      double total = horizontal_sum(sums[s][0] + sums[s][1]);
+      for (int64_t j = i; j < end; ++j) total += static_cast<double>(x[s * stride + j]);
+      totals[s] += total;
+    }
+    i = end;
   }
-  V sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-  for (; i + k <= n; i += k) sum += load_as<Lane<T>>(x + i);
-  double total = horizontal_sum(sum);
-  for (; i < n; ++i) total += static_cast<double>(x[i]);
-  return total;
 }
 
 template <class T>
 double sum_run(const T* x, int64_t n) {
-  double total = 0;
-  for (; n > kRun; n -= kRun, x += kRun) total += sum_short_run(x, kRun);
-  return total + sum_short_run(x, n);
+  const int64_t quarter = n > kRun ? n / (kStreams * kRun) * kRun : 0;
+  double totals[kStreams + 1] = {};
+  add_streams<kStreams>(x, quarter, quarter, totals);
+  add_streams<1>(x + kStreams * quarter, 0, n - kStreams * quarter, totals + kStreams);
+  return (totals[0] + totals[1]) + (totals[2] + totals[3]) + totals[kStreams];
 }
 
-// sums[j] += sum of x[r, j] over r, x (rows, columns); four rows at once, so that the sums are loaded and stored less often.
+// sums[j] += sum of x[r, j] over r, x (rows, columns); rows of four places at once.
 template <class T>
 void add_rows(const T* x, int64_t rows, int64_t columns, double* sums) {
   constexpr int k = kLanes<Lane<T>>;
-  int64_t row = 0;
-  for (; row + 4 <= rows; row += 4) {
-    const T *x0 = x + row * columns, *x1 = x0 + columns, *x2 = x1 + columns, *x3 = x2 + columns;
+  const int64_t quarter = rows / kStreams, apart = quarter * columns;
+  for (int64_t row = 0; row < quarter; ++row) {
+    const T *x0 = x + row * columns, *x1 = x0 + apart, *x2 = x1 + apart, *x3 = x2 + apart;
     int64_t j = 0;
     for (; j + k <= columns; j += k)
       add_to(sums + j, (load_as<Lane<T>>(x0 + j) + load_as<Lane<T>>(x1 + j)) +
@@ -93,7 +104,7 @@ void add_rows(const T* x, int64_t rows, int64_t columns, double* sums) {
       sums[j] += (static_cast<double>(x0[j]) + static_cast<double>(x1[j])) +
                  (static_cast<double>(x2[j]) + static_cast<double>(x3[j]));
   }
-  for (; row < rows; ++row) {
+  for (int64_t row = kStreams * quarter; row < rows; ++row) {
     const T* x0 = x + row * columns;
     int64_t j = 0;
     for (; j + k <= columns; j += k) add_to(sums + j, load_as<Lane<T>>(x0 + j));
@@ -146,10 +157,20 @@ void sum_pieces(const T* input, const PlaneCut& cut, int64_t begin, int64_t end,
   }
 }
 
-// Contiguous whole planes of one piece: nothing but runs of one length.
+// Contiguous whole planes of one piece: nothing but runs of one length, far apart ones at once.
 template <class T>
 void sum_planes(const T* input, const PlaneCut& cut, int64_t begin, int64_t end, double* sums) {
-  for (int64_t i = begin; i < end; ++i) sums[i - begin] = sum_run(input + i * cut.plane, cut.plane);
+  const int64_t count = end - begin, apart = count / kStreams;
+  const T* x = input + begin * cut.plane;
+  for (int64_t i = 0; i < apart; ++i) {
+    double totals[kStreams] = {};
+    add_streams<kStreams>(x + i * cut.plane, apart * cut.plane, cut.plane, totals);
+    for (int s = 0; s < kStreams; ++s) sums[i + s * apart] = totals[s];
+  }
+  for (int64_t i = kStreams * apart; i < count; ++i) {
+    sums[i] = 0;
+    add_streams<1>(x + i * cut.plane, 0, cut.plane, sums + i);
+  }
 }
 
 constexpr int kTileChannels = 16;
