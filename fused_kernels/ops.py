@@ -35,11 +35,14 @@ Size = int | Sequence[int]
 Factor: TypeAlias = Tensor | float | None
 
 
-def _tensor(factor: Factor) -> Tensor | None:
+def _tensor(factor: Factor, op: str, name: str) -> Tensor | None:
     """A Python number as the 0-d CPU tensor that the ops take by value."""
     if factor is None or isinstance(factor, Tensor):
         return factor
-    return torch.scalar_tensor(factor, dtype=torch.float64)
+    try:
+        return torch.scalar_tensor(factor, dtype=torch.float64, device="cpu")  # whatever the default device
+    except (TypeError, RuntimeError):
+        raise TypeError(f"fused::{op}: expected `{name}` to be a real number or a Tensor, but got {factor!r}") from None
 
 
 def _list(size: Size) -> list[int]:
@@ -134,13 +137,15 @@ def conv_transpose_global_avg_pool(
 
     Raises:
         RuntimeError: an argument is not as described, or does not give an output of positive size.
+        TypeError: a scale or shift is neither a real number nor a Tensor.
 
     Example:
         >>> x, weight = torch.ones(2, 3, 4, 4), torch.ones(3, 5, 3, 3)
         >>> fused_kernels.conv_transpose_global_avg_pool(x, weight).flatten()[0]  # 16 * 3 * 9 / 36
         tensor(12.)
     """
-    scale, shift = _tensor(scale), _tensor(shift)
+    name = "conv_transpose_global_avg_pool"
+    scale, shift = _tensor(scale, name, "scale"), _tensor(shift, name, "shift")
     op, guard = _enter(_OPS.conv_transpose_global_avg_pool.default, (input, weight, bias, scale, shift))
     with guard:
         return op(
@@ -179,7 +184,7 @@ def conv_transpose_global_avg_pool_logsumexp(
 
     Raises:
         RuntimeError: as in :func:`conv_transpose_global_avg_pool`.
-        TypeError: ``out_scale`` is a Tensor, whose gradient would be lost.
+        TypeError: likewise, or ``out_scale`` is a Tensor, whose gradient would be lost.
 
     Example:
         >>> x, weight = torch.zeros(2, 3, 4, 4), torch.ones(3, 8, 3, 3)
@@ -190,7 +195,8 @@ def conv_transpose_global_avg_pool_logsumexp(
         raise TypeError(
             "fused::conv_transpose_global_avg_pool_logsumexp: expected `out_scale` to be a number, but got a Tensor"
         )
-    scale, shift = _tensor(scale), _tensor(shift)
+    name = "conv_transpose_global_avg_pool_logsumexp"
+    scale, shift = _tensor(scale, name, "scale"), _tensor(shift, name, "shift")
     op, guard = _enter(_OPS.conv_transpose_global_avg_pool_logsumexp.default, (input, weight, bias, scale, shift))
     with guard:
         return op(
@@ -243,13 +249,16 @@ def conv_transpose_avg_pool(
     Raises:
         RuntimeError: an argument is not as described, the pool is larger than the convolution's output, or its stride
             is no multiple of ``stride``.
+        TypeError: a scale or shift is neither a real number nor a Tensor.
 
     Example:
         >>> x, weight = torch.ones(2, 3, 8, 8), torch.ones(3, 5, 3, 3)
         >>> fused_kernels.conv_transpose_avg_pool(x, weight, stride=2, padding=1).shape
         torch.Size([2, 5, 7, 7])
     """
-    scale1, shift, scale2 = _tensor(scale1), _tensor(shift), _tensor(scale2)
+    name = "conv_transpose_avg_pool"
+    scale1, shift = _tensor(scale1, name, "scale1"), _tensor(shift, name, "shift")
+    scale2 = _tensor(scale2, name, "scale2")
     op, guard = _enter(_OPS.conv_transpose_avg_pool.default, (input, weight, bias, scale1, shift, scale2))
     with guard:
         return op(
@@ -289,13 +298,13 @@ def _is_channels_last(input: Tensor) -> bool:
 
 
 _SIGNATURES = {name: inspect.signature(globals()[name]) for name in __all__ if name != "plan"}
-# What the checks and plans take, by what the wrapper's argument is; nothing of the float.
-_FACTS: dict[Any, Callable[[Any], Any]] = {
-    Tensor: _info,
-    Tensor | None: _info,
-    Factor: lambda factor: _info(_tensor(factor)),
-    Size: _list,
-    int: lambda number: number,
+# What the checks and plans take of an op's argument of some name, by what the wrapper's is; nothing of the float.
+_FACTS: dict[Any, Callable[[Any, str, str], Any]] = {
+    Tensor: lambda tensor, op, name: _info(tensor),
+    Tensor | None: lambda tensor, op, name: _info(tensor),
+    Factor: lambda factor, op, name: _info(_tensor(factor, op, name)),
+    Size: lambda size, op, name: _list(size),
+    int: lambda number, op, name: number,
 }
 
 
@@ -304,7 +313,7 @@ def _facts(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     bound = _SIGNATURES[op].bind(*args, **kwargs)
     bound.apply_defaults()
     kinds = {name: parameter.annotation for name, parameter in _SIGNATURES[op].parameters.items()}
-    return [_FACTS[kinds[name]](value) for name, value in bound.arguments.items() if kinds[name] in _FACTS]
+    return [_FACTS[kinds[name]](value, op, name) for name, value in bound.arguments.items() if kinds[name] in _FACTS]
 
 
 _CHECKS: dict[str, Callable[..., list[Any]]] = {

@@ -134,6 +134,21 @@ def test_a_row_that_starts_beside_its_vectors(inputs: Inputs, offset: int) -> No
     check(B, x, inputs.weight(1, 2, 2, 2), **arguments, against_eager=False)
 
 
+@every_dtype
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_dilation_far_wider_than_the_pool(inputs: Inputs, dtype: torch.dtype, layout: str) -> None:
+    """Most offsets of the collapsed kernel have no tap, and most of a padded input would be zero."""
+    for shape, weight, arguments in (
+        ((2, 4, 9, 7), (3, 3, 2), {"dilation": 40, "groups": 2, "pool_kernel_size": (2, 3)}),
+        ((1, 3, 3, 4, 5), (5, 2, 2, 3), {"dilation": 17, "stride": 2, "padding": 3}),
+        ((1, 3, 6, 5), (2, 2, 2), {"dilation": (1, 300), "pool_kernel_size": 1}),
+    ):
+        x = LAYOUTS[layout](inputs.input(*shape, dtype=dtype))
+        w = inputs.weight(shape[1], *weight, dtype=dtype)
+        bias = inputs.channels(weight[0] * arguments.get("groups", 1), dtype=dtype)
+        check(B, x, w, bias, **arguments, scale1=-0.5, scale2=bias)
+
+
 def test_sizes_may_be_any_integers(inputs: Inputs) -> None:
     """NumPy's, and under torch.compile symbolic ones."""
     x, w = inputs.input(2, 3, 8, 6), inputs.weight(3, 4, 3, 3)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from conftest import A0, A, B, G, conv_arguments, cuda_only
+from conftest import A0, A, B, G, Inputs, conv_arguments, cuda_only
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -309,3 +310,38 @@ def test_what_eager_refuses_is_refused(data: st.DataObject) -> None:
                 message_of(getattr(fused_kernels, op), arguments | more)
             else:
                 assert getattr(fused_kernels, op)(**arguments, **more).shape == expected
+
+
+def test_default_device(inputs: Inputs) -> None:
+    """Numbers are taken by value, wherever new tensors would be made."""
+    x, w = inputs.input(2, 3, 4, 4), inputs.weight(3, 5, 3, 3)
+    expected = fused_kernels.conv_transpose_avg_pool(x, w, scale1=0.5, shift=1.0)
+    with torch.device("meta"):
+        assert torch.equal(fused_kernels.conv_transpose_avg_pool(x, w, scale1=0.5, shift=1.0), expected)
+        assert fused_kernels.plan("conv_transpose_global_avg_pool", x.to("meta"), w.to("meta"), scale=2.0).launches
+
+
+@pytest.mark.parametrize("factor", [1j, "a"])
+def test_factors_are_numbers(inputs: Inputs, factor: Any) -> None:
+    x, w = inputs.input(2, 3, 4, 4), inputs.weight(3, 5, 3, 3)
+    expected = re.escape(f"to be a real number or a Tensor, but got {factor!r}")
+    with pytest.raises(TypeError, match="fused::conv_transpose_avg_pool: expected `scale1` " + expected):
+        fused_kernels.conv_transpose_avg_pool(x, w, scale1=factor)
+    with pytest.raises(TypeError, match="fused::conv_transpose_global_avg_pool: expected `shift` " + expected):
+        fused_kernels.conv_transpose_global_avg_pool(x, w, shift=factor)
+
+
+def test_sizes_beyond_64_bits(device: torch.device) -> None:
+    x, w = torch.ones(1, 1, 1, device=device), torch.ones(1, 1, 2, device=device)
+    with pytest.raises(RuntimeError, match=r"less than 2\*\*62 outputs per dimension, but got an `input` of shape"):
+        fused_kernels.conv_transpose_global_avg_pool(x.expand(1, 1, 2**32), w, stride=2**31 - 1)
+    with pytest.raises(RuntimeError, match=r"less than 2\*\*31 offsets, but got dilation \[2147483647\]"):
+        fused_kernels.conv_transpose_avg_pool(x, w, dilation=2**31 - 1, pool_kernel_size=2**31 - 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint16], ids=str)
+def test_dtypes_of_few_kernels(device: torch.device, dtype: torch.dtype) -> None:
+    with pytest.raises(
+        RuntimeError, match="fused::global_avg_pool: expected `input` to be float32, float64, float16 or "
+    ):
+        fused_kernels.global_avg_pool(torch.empty(1, 1, 2, 2, dtype=dtype, device=device))

@@ -140,6 +140,12 @@ ConvTranspose<Int> check_conv_transpose(const char* op, const TensorInfo<Int>& i
     if (conv.output_padding[d] >= conv.stride[d] && conv.output_padding[d] >= conv.dilation[d])
       fail(op, "expected `output_padding` to be smaller than `stride` or `dilation`, but got output_padding ",
            show(conv.output_padding), ", stride ", show(conv.stride), " and dilation ", show(conv.dilation));
+    if constexpr (std::is_same_v<Int, int64_t>)  // Python's integers do not overflow
+      if (static_cast<double>(size) * conv.stride[d] + static_cast<double>(kernel) * conv.dilation[d] > 0x1p62)
+        fail(op,
+             "expected arguments that give a transposed convolution of less than 2**62 outputs per dimension, but got ",
+             "an `input` of shape ", show(input.sizes), ", a `weight` of shape ", show(weight.sizes), ", stride ",
+             show(conv.stride), " and dilation ", show(conv.dilation));
     conv.input.push_back(size);
     conv.kernel.push_back(kernel);
     conv.output.push_back(conv_transpose_output_size(size, kernel, conv.stride[d], conv.padding[d],

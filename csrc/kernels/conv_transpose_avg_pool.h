@@ -42,6 +42,17 @@ AvgPooledConvTranspose<Int> check_conv_transpose_avg_pool(
            show(result.pool_stride));
     result.output.push_back((conv.output[d] - Int(result.pool_kernel[d])) / Int(result.pool_stride[d]) + Int(1));
   }
+  // The collapsed kernel: its offsets are counted and listed in 64 bits, and walked for each output.
+  Int offsets(1);
+  for (int d = 0; d < conv.spatial_dims; ++d) {
+    const Int last = Int(conv.dilation[d]) * (conv.kernel[d] - Int(1)) + Int(result.pool_kernel[d] - 1);
+    offsets = offsets * (last / Int(conv.stride[d]) + Int(1));
+    if (Int(INT32_MAX) < offsets)
+      fail(op,
+           "expected a collapsed kernel, of (`dilation` * (kernel_size - 1) + `pool_kernel_size`) / `stride` offsets ",
+           "per dimension, of less than 2**31 offsets, but got dilation ", show(conv.dilation), ", pool_kernel_size ",
+           show(result.pool_kernel), ", stride ", show(conv.stride), " and a `weight` of shape ", show(weight.sizes));
+  }
   check_channel_param(op, "scale1", scale1, input, conv.out_channels, conv.spatial_dims);
   check_channel_param(op, "shift", shift, input, conv.out_channels, conv.spatial_dims);
   check_channel_param(op, "scale2", scale2, input, conv.out_channels, conv.spatial_dims);

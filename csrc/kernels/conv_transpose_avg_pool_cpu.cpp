@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <atomic>
 #include <limits>
-#include <utility>
 #include <vector>
 
 #include "conv_transpose_avg_pool.h"
@@ -63,11 +62,6 @@ namespace {
 // Vectors of positions in registers, beside which kBlockChannels accumulators each and a broadcast have to fit.
 constexpr int kBlockVectors = FUSED_CPU_REGISTERS == 32 ? 4 : 3;
 
-template <class Pairs, size_t... kIndex>
-inline auto every_other(Pairs x, std::index_sequence<kIndex...>) {
-  return __builtin_shufflevector(x, x, (2 * kIndex)...);
-}
-
 // result[i] = x[i * stride], converted. Strided elements are gathered in a register: left to itself, GCC 12 converts two at
 // a time by way of memory (10% slower in all where the pool is twice as wide as the convolution's stride).
 template <class Acc, class T>
@@ -79,8 +73,15 @@ void pack_row(const T* x, int64_t count, int64_t stride, Acc* result) {
     for (; i + k <= count; i += k) store(result + i, load_as<Acc>(x + i));
   else if (stride == 2)
     for (; i + k < count; i += k) {  // it reads the element behind the last, too
-      const auto gathered = every_other(load_bits<Vector<Bits, 2 * k>>(x + i * 2), std::make_index_sequence<k>());
-      store(result + i, load_as<Acc>(reinterpret_cast<const T*>(&gathered)));
+      using Index =
+          std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
+      Vector<Bits, 2 * k> pairs;
+      Vector<Index, 2 * k> even = {};
+#pragma GCC unroll 16
+      for (int lane = 0; lane < k; ++lane) even[lane] = static_cast<Index>(2 * lane);
+      __builtin_memcpy(&pairs, x + i * 2, sizeof pairs);
+      pairs = __builtin_shuffle(pairs, even);
+      store(result + i, load_as<Acc>(reinterpret_cast<const T*>(&pairs)));
     }
   for (; i + k <= count; i += k) {
     Vector<Bits, k> gathered;
@@ -120,7 +121,8 @@ void pack_tile(const T* x, const Convolution<Acc>& conv, const int64_t (&tile)[3
               const bool wraps = i1 + kRowsAhead >= axis1.packed;
               const T* ahead = row_at(at0 + (wraps ? axis0.step : 0),
                                       at1 + (wraps ? kRowsAhead - axis1.packed : kRowsAhead) * axis1.step);
-              for (int64_t i = 0; i < (end - begin) * axis2.step; i += kLine) __builtin_prefetch(ahead + i);
+              for (int64_t i = 0; i < (end - begin) * axis2.step * axis2.input_stride; i += kLine)
+                __builtin_prefetch(ahead + i);
               if (at0 < 0 || at0 >= axis0.input || at1 < 0 || at1 >= axis1.input) {
                 for (int64_t i = 0; i < axis2.packed; ++i) result[i] = 0;
                 continue;
@@ -337,23 +339,27 @@ bool sum_taps(const T* weight, const std::vector<Offset>& offsets, const int64_t
   std::atomic<bool> finite{true};
   torch::stable::parallel_for(
       0, in_channels, items_per_thread(conv.out_group * count * 8), [&](int64_t begin, int64_t end) {
+        std::vector<double> block(static_cast<size_t>(taps * kBlockChannels));  // (taps, channels of the block)
         for (int64_t channel = begin; channel < end; ++channel) {
           const int64_t group = channel / conv.in_group, ci = channel % conv.in_group;
-          for (int64_t co = 0; co < conv.out_group; ++co) {
-            const T* w = weight + (channel * conv.out_group + co) * taps;
-            const int64_t first = co / kBlockChannels * kBlockChannels;
+          for (int64_t first = 0; first < conv.out_group; first += kBlockChannels) {
             const int64_t width = std::min<int64_t>(kBlockChannels, conv.out_group - first);
-            Acc* result =
-                conv.weights.data() + (group * conv.out_group + first) * conv.depth() + ci * count * width + co - first;
+            const T* w = weight + (channel * conv.out_group + first) * taps;
+            for (int64_t m = 0; m < width; ++m)
+              for (int64_t t = 0; t < taps; ++t) block[t * kBlockChannels + m] = static_cast<double>(w[m * taps + t]);
+            Acc* result = conv.weights.data() + (group * conv.out_group + first) * conv.depth() + ci * count * width;
             for (int64_t j = 0; j < count; ++j) {
               const auto& [range0, range1, range2] = offsets[j].taps;
-              double sum = 0;
+              double sums[kBlockChannels] = {};
               for (int64_t k0 = range0.begin; k0 < range0.end; ++k0)
                 for (int64_t k1 = range1.begin; k1 < range1.end; ++k1)
                   for (int64_t k2 = range2.begin; k2 < range2.end; ++k2)
-                    sum += static_cast<double>(w[(k0 * kernel[1] + k1) * kernel[2] + k2]);
-              result[j * width] = static_cast<Acc>(sum / pool_size);
-              if (!std::isfinite(result[j * width])) finite = false;
+                    for (int m = 0; m < kBlockChannels; ++m)
+                      sums[m] += block[((k0 * kernel[1] + k1) * kernel[2] + k2) * kBlockChannels + m];
+              for (int64_t m = 0; m < width; ++m) {
+                result[j * width + m] = static_cast<Acc>(sums[m] / pool_size);
+                if (!std::isfinite(result[j * width + m])) finite = false;
+              }
             }
           }
         }
@@ -375,42 +381,55 @@ bool fold_affine(const ChannelParam (&params)[4], int64_t c, std::vector<double>
 }
 
 // The same sums with terms outside the input left out instead of multiplied by zero, which an infinite weight would show,
-// and every step of the affine part by itself.
+// and every step of the affine part by itself; and without a packed input, which dilation may make large and mostly zero.
 template <class T, class Acc>
-void convolve_carefully(const T* input, const Convolution<Acc>& conv, const std::vector<Offset>& offsets,
-                        const ChannelParam (&params)[4], T* output) {
+void convolve_in_place(const T* input, const Convolution<Acc>& conv, const std::vector<Offset>& offsets,
+                       const ChannelParam (&params)[4], T* output) {
   const auto& [axis0, axis1, axis2] = conv.axes;
   const int64_t count = static_cast<int64_t>(offsets.size()), out_channels = conv.groups * conv.out_group;
-  torch::stable::parallel_for(0, conv.batch * out_channels, 1, [&](int64_t begin, int64_t end) {
+  // Of an axis: the outputs that offset j sends an input to.
+  const auto outputs_of = [](const Axis& axis, int64_t j) {
+    const int64_t start = axis.first + j;
+    return Range{std::max<int64_t>(0, ceil_div(-start, axis.step)),
+                 std::min(axis.output, floor_div(axis.input - 1 - start, axis.step) + 1)};
+  };
+  const int64_t plane = axis1.output * axis2.output;
+  torch::stable::parallel_for(0, conv.batch * out_channels * axis0.output, 1, [&](int64_t begin, int64_t end) {
+    std::vector<double> sums(static_cast<size_t>(plane));
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t n = item / out_channels, channel = item % out_channels;
+      const int64_t o0 = item % axis0.output, outer = item / axis0.output;
+      const int64_t n = outer / out_channels, channel = outer % out_channels;
       const int64_t group = channel / conv.out_group, co = channel % conv.out_group;
       const int64_t first = co / kBlockChannels * kBlockChannels;
       const int64_t width = std::min<int64_t>(kBlockChannels, conv.out_group - first);
       const Acc* weights = conv.weights.data() + (group * conv.out_group + first) * conv.depth() + co - first;
-      const T* x = input + n * conv.input_strides[0] + group * conv.in_group * conv.input_strides[1];
+      std::fill(sums.begin(), sums.end(), 0.0);
+      for (int64_t ci = 0; ci < conv.in_group; ++ci) {
+        const T* x = input + n * conv.input_strides[0] + (group * conv.in_group + ci) * conv.input_strides[1];
+        for (int64_t j = 0; j < count; ++j) {
+          const int64_t i0 = o0 * axis0.step + axis0.first + offsets[j].at[0];
+          if (i0 < 0 || i0 >= axis0.input) continue;
+          const double w = static_cast<double>(weights[(ci * count + j) * width]);
+          const Range rows = outputs_of(axis1, offsets[j].at[1]), columns = outputs_of(axis2, offsets[j].at[2]);
+          for (int64_t o1 = rows.begin; o1 < rows.end; ++o1) {
+            const int64_t i1 = o1 * axis1.step + axis1.first + offsets[j].at[1];
+            const int64_t i2 = columns.begin * axis2.step + axis2.first + offsets[j].at[2];
+            const T* source = x + i0 * axis0.input_stride + i1 * axis1.input_stride + i2 * axis2.input_stride;
+            double* target = sums.data() + o1 * axis2.output + columns.begin;
+            for (int64_t i = 0; i < columns.size(); ++i)
+              target[i] += static_cast<double>(source[i * axis2.step * axis2.input_stride]) * w;
+          }
+        }
+      }
       double affine[4];
       for (int i = 0; i < 4; ++i) affine[i] = load<T>(params[i], channel);
-      for (int64_t o0 = 0; o0 < axis0.output; ++o0)
-        for (int64_t o1 = 0; o1 < axis1.output; ++o1)
-          for (int64_t o2 = 0; o2 < axis2.output; ++o2) {
-            const int64_t o[3] = {o0, o1, o2};
-            double sum = 0;
-            for (int64_t ci = 0; ci < conv.in_group; ++ci)
-              for (int64_t j = 0; j < count; ++j) {
-                int64_t at = ci * conv.input_strides[1];
-                bool inside = true;
-                for (int d = 0; d < 3; ++d) {
-                  const int64_t i = o[d] * conv.axes[d].step + conv.axes[d].first + offsets[j].at[d];
-                  inside = inside && i >= 0 && i < conv.axes[d].input;
-                  at += i * conv.axes[d].input_stride;
-                }
-                if (inside) sum += static_cast<double>(x[at]) * static_cast<double>(weights[(ci * count + j) * width]);
-              }
-            const double value = ((sum + affine[0]) * affine[1] + affine[2]) * affine[3];
-            output[n * conv.output_strides[0] + channel * conv.output_strides[1] + o0 * axis0.output_stride +
-                   o1 * axis1.output_stride + o2 * axis2.output_stride] = from_double<T>(value);
-          }
+      T* y = output + n * conv.output_strides[0] + channel * conv.output_strides[1] + o0 * axis0.output_stride;
+      for (int64_t o1 = 0; o1 < axis1.output; ++o1)
+        for (int64_t o2 = 0; o2 < axis2.output; ++o2) {
+          const double sum = sums[static_cast<size_t>(o1 * axis2.output + o2)];
+          y[o1 * axis1.output_stride + o2 * axis2.output_stride] =
+              from_double<T>(((sum + affine[0]) * affine[1] + affine[2]) * affine[3]);
+        }
     }
   });
 }
@@ -478,8 +497,12 @@ Tensor conv_transpose_avg_pool_cpu(const Tensor& input, const Tensor& weight, co
 
       const T* x = static_cast<const T*>(input.const_data_ptr());
       T* out = static_cast<T*>(output.mutable_data_ptr());
-      if (!sum_taps(static_cast<const T*>(w.const_data_ptr()), offsets, kernel, pool_size, conv) || !plain)
-        return convolve_carefully(x, conv, offsets, params, out);
+      plain = sum_taps(static_cast<const T*>(w.const_data_ptr()), offsets, kernel, pool_size, conv) && plain;
+      // Per input channel: elements to pack, mostly zeros where dilation is large, and products.
+      const double packed = static_cast<double>(conv.packed_channel) * axis0.tiles * axis1.tiles * axis2.tiles;
+      const double products =
+          static_cast<double>(conv.out_group * conv.depth() / in_group) * axis0.output * axis1.output * axis2.output;
+      if (!plain || packed > products) return convolve_in_place(x, conv, offsets, params, out);
       const auto kernel_function = FUSED_CPU_SELECT(convolve<T, Acc>);
       const int64_t work = axis0.tile * axis1.tile * axis2.tile * conv.out_group * (1 + conv.depth() / 8);
       torch::stable::parallel_for(0, conv.batch * groups * axis0.tiles * axis1.tiles * axis2.tiles,

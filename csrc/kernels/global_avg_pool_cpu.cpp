@@ -10,6 +10,7 @@
 // limit, so that one rounding at the end is all that is left of the error.
 #ifndef FUSED_CPU_TARGET
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "global_avg_pool.h"
@@ -204,10 +205,11 @@ namespace {
 using Buffer = std::unique_ptr<double[]>;  // not cleared, unlike a std::vector
 Buffer buffer(int64_t size) { return Buffer(new double[static_cast<size_t>(size)]); }
 
-double tree_sum(const double* x, int64_t count, int64_t stride) {
-  if (count == 1) return x[0];
-  const int64_t half = count / 2;
-  return tree_sum(x, half, stride) + tree_sum(x + half * stride, count - half, stride);
+// Row 0 of x (rows, columns) becomes the sum of all, pairwise.
+void sum_rows(double* x, int64_t rows, int64_t columns) {
+  for (int64_t step = 1; step < rows; step *= 2)
+    for (int64_t row = 0; row + step < rows; row += 2 * step)
+      for (int64_t j = 0; j < columns; ++j) x[row * columns + j] += x[(row + step) * columns + j];
 }
 
 // ---- Sums of planes ----
@@ -262,15 +264,15 @@ Buffer plane_sums(const Tensor& input, const PlaneCut& cut) {
   if (cut.pieces == 1 && (cut.channels == 1 || regions == 1)) return partial;
   Buffer sums = buffer(batch * channels * regions);
   const int64_t outer = batch * channels / std::max<int64_t>(1, cut.channels);  // planes or samples
-  torch::stable::parallel_for(0, outer, items_per_thread(cut.pieces * regions * cut.channels),
-                              [&](int64_t begin, int64_t end) {
-                                for (int64_t i = begin; i < end; ++i)
-                                  for (int64_t c = 0; c < cut.channels; ++c)
-                                    for (int64_t r = 0; r < regions; ++r)
-                                      sums[(i * cut.channels + c) * regions + r] =
-                                          tree_sum(partial.get() + (i * cut.pieces * regions + r) * cut.channels + c,
-                                                   cut.pieces, regions * cut.channels);
-                              });
+  const int64_t width = regions * cut.channels;
+  torch::stable::parallel_for(0, outer, items_per_thread(cut.pieces * width), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      double* rows = partial.get() + i * cut.pieces * width;
+      sum_rows(rows, cut.pieces, width);
+      for (int64_t c = 0; c < cut.channels; ++c)
+        for (int64_t r = 0; r < regions; ++r) sums[(i * cut.channels + c) * regions + r] = rows[r * cut.channels + c];
+    }
+  });
   return sums;
 }
 
@@ -278,7 +280,8 @@ Buffer plane_sums(const Tensor& input, const PlaneCut& cut) {
 Tensor readable(const Tensor& input) { return is_channels_last(input) ? input : as_contiguous(input); }
 
 Tensor global_avg_pool_cpu(const Tensor& input) {
-  Tensor output = empty(check_global_avg_pool(info(input)), input.scalar_type(), input);
+  const Ints output_sizes = check_global_avg_pool(info(input));
+  Tensor output = empty(output_sizes, input.scalar_type(), input);
   const int64_t outputs = output.numel();
   if (outputs == 0) return output;
   const Tensor x = readable(input);
@@ -300,26 +303,23 @@ Tensor global_avg_pool_cpu(const Tensor& input) {
 
 // ---- The channel axis of a chain ----
 
-// Per segment of one dimension, the taps that meet it: a contiguous range, since a later tap meets earlier inputs.
+// Per segment of one dimension, the taps that meet it.
 std::vector<Range> taps_of_segments(const ConvDim& dim) {
-  const Segmentation cut = segment_input(dim);
-  std::vector<Range> result(cut.segments.size());
-  for (int64_t tap = 0; tap < dim.kernel; ++tap)
-    for (int64_t s = cut.tap_range[tap].begin; s < cut.tap_range[tap].end; ++s)
-      result[s] = result[s].size() == 0 ? Range{tap, tap + 1} : Range{result[s].begin, tap + 1};
+  std::vector<Range> result;
+  for (const Range& segment : segment_input(dim).segments) result.push_back(input_tap_range(dim, segment.begin));
   return result;
 }
 
-// Sums one axis of (outer, size, inner) over ranges of it: (outer, ranges, inner).
-std::vector<double> sum_ranges(const std::vector<double>& x, int64_t size, int64_t inner,
-                               const std::vector<Range>& ranges) {
-  const int64_t outer = static_cast<int64_t>(x.size()) / (size * inner), count = static_cast<int64_t>(ranges.size());
-  std::vector<double> result(static_cast<size_t>(outer * count * inner));
-  for (int64_t o = 0; o < outer; ++o)
-    for (int64_t r = 0; r < count; ++r)
-      for (int64_t k = ranges[r].begin; k < ranges[r].end; ++k)
-        for (int64_t i = 0; i < inner; ++i) result[(o * count + r) * inner + i] += x[(o * size + k) * inner + i];
-  return result;
+// Sums one axis of x (outer, size, inner) over ranges of it: result (outer, ranges, inner).
+void sum_ranges(const double* x, int64_t outer, int64_t size, int64_t inner, const std::vector<Range>& ranges,
+                double* result) {
+  for (int64_t o = 0; o < outer; ++o, x += size * inner)
+    for (const Range& range : ranges) {
+      std::fill(result, result + inner, 0.0);
+      for (int64_t k = range.begin; k < range.end; ++k)
+        for (int64_t i = 0; i < inner; ++i) result[i] += x[k * inner + i];
+      result += inner;
+    }
 }
 
 // means (N, C_out) = the dot of sums (N, C_in, regions) with the tap sums, over the output's size.
@@ -339,25 +339,28 @@ Buffer channel_means(const ConvTranspose<int64_t>& conv, const T* weight, const 
   }
   const auto add_dots = FUSED_CPU_SELECT(add_dots);
 
-  bool all_taps = regions == 1;
-  for (int d = 0; d < conv.spatial_dims; ++d) all_taps = all_taps && ranges[d][0].size() == conv.kernel[d];
-  const auto tap_sums = [&](const T* w, double* result) {  // result[r * kTile], r < regions
-    if (all_taps) {
-      result[0] = 0;
-      for (int64_t t = 0; t < taps; ++t) result[0] += static_cast<double>(w[t]);
-      return;
-    }
-    std::vector<double> x(w, w + taps);
-    int64_t inner = 1;
+  // result (regions, kTile) of weights (width output channels, taps), one dimension after the other.
+  int64_t most = taps, outer = taps, regions_so_far = 1;
+  for (int d = conv.spatial_dims - 1; d >= 0; --d) {
+    outer /= conv.kernel[d];
+    regions_so_far *= static_cast<int64_t>(ranges[d].size());
+    most = std::max(most, outer * regions_so_far);
+  }
+  const auto tap_sums = [&](const T* w, int64_t width, double* from, double* to, double* result) {
+    for (int64_t t = 0; t < taps; ++t)
+      for (int64_t m = 0; m < kTile; ++m) from[t * kTile + m] = m < width ? static_cast<double>(w[m * taps + t]) : 0.0;
+    int64_t outer = taps, inner = kTile;
     for (int d = conv.spatial_dims - 1; d >= 0; --d) {
-      x = sum_ranges(x, conv.kernel[d], inner, ranges[d]);
+      outer /= conv.kernel[d];
+      sum_ranges(from, outer, conv.kernel[d], inner, ranges[d], d == 0 ? result : to);
       inner *= static_cast<int64_t>(ranges[d].size());
+      std::swap(from, to);
     }
-    for (int64_t r = 0; r < regions; ++r) result[r * kTile] = x[r];
   };
   torch::stable::parallel_for(
       0, conv.groups * tiles, items_per_thread(kTile * depth * (conv.batch + taps)), [&](int64_t begin, int64_t end) {
         std::vector<double> weights(static_cast<size_t>(block * regions * kTile)), dots(kSamples * kTile);
+        const Buffer from = buffer(most * kTile), to = buffer(most * kTile);
         for (int64_t item = begin; item < end; ++item) {
           const int64_t group = item / tiles, first = item % tiles * kTile, width = std::min(kTile, out_group - first);
           for (int64_t n = 0; n < conv.batch; n += kSamples) {
@@ -366,9 +369,8 @@ Buffer channel_means(const ConvTranspose<int64_t>& conv, const T* weight, const 
             for (int64_t ci = 0; ci < in_group; ci += block) {
               const int64_t channels = std::min(block, in_group - ci);
               for (int64_t c = 0; c < channels; ++c)
-                for (int64_t m = 0; m < width; ++m)
-                  tap_sums(weight + ((group * in_group + ci + c) * out_group + first + m) * taps,
-                           weights.data() + c * regions * kTile + m);
+                tap_sums(weight + ((group * in_group + ci + c) * out_group + first) * taps, width, from.get(), to.get(),
+                         weights.data() + c * regions * kTile);
               add_dots(sums + ((n * conv.groups + group) * in_group + ci) * regions, conv.in_channels * regions,
                        samples, weights.data(), channels * regions, dots.data());
             }

@@ -7,6 +7,8 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
+#include <cctype>
 #include <cstring>
 #include <optional>
 #include <vector>
@@ -35,15 +37,29 @@ inline std::string dtype_name(ScalarType dtype) {
     case ScalarType::ComplexHalf: return "complex32";
     case ScalarType::ComplexFloat: return "complex64";
     case ScalarType::ComplexDouble: return "complex128";
-    default: return torch::headeronly::toString(dtype);
+    default: break;
   }
+  // Float8_e5m2, UInt16, ...: PyTorch has the same names in lower case.
+  std::string name = torch::headeronly::toString(dtype);
+  std::transform(name.begin(), name.end(), name.begin(), [](unsigned char c) { return std::tolower(c); });
+  return name;
+}
+
+inline std::string dtype_name(const Tensor& tensor) {
+  ScalarType dtype;
+  try {
+    dtype = tensor.scalar_type();
+  } catch (const std::exception&) {
+    return "a dtype that PyTorch's stable ABI does not know";
+  }
+  return dtype_name(dtype);
 }
 
 inline TensorInfo<int64_t> info(const Tensor& tensor) {
   const auto sizes = tensor.sizes();
   const bool is_cpu = tensor.is_cpu();
   return {{sizes.begin(), sizes.end()},
-          dtype_name(tensor.scalar_type()),
+          dtype_name(tensor),
           is_cpu ? "cpu" : "cuda:" + std::to_string(tensor.get_device_index()),
           is_cpu};
 }
