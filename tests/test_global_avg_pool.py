@@ -266,12 +266,6 @@ def test_workload_a(inputs: Inputs, dtype: torch.dtype) -> None:
     check(A0, x, w, bias, shift=shift)
 
 
-def test_docstring_examples() -> None:
-    assert conv_transpose_global_avg_pool(torch.ones(2, 3, 4, 4), torch.ones(3, 5, 3, 3)).flatten()[0] == 12
-    value = conv_transpose_global_avg_pool_logsumexp(torch.zeros(2, 3, 4, 4), torch.ones(3, 8, 3, 3), out_scale=10.0)
-    assert_close(value, torch.full((2, 1), 10 * math.log(8), dtype=f64))
-
-
 # Cells that no tap uses.
 @every_dtype
 @pytest.mark.parametrize("border", [0.0, math.nan, math.inf, -math.inf, 1e30], ids=str)

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import A0, A, B, G, Inputs, every_dtype
+from conftest import A0, A, B, G, Inputs, Log, every_dtype
 from hypothesis import given
 from hypothesis import strategies as st
 from test_autocast import HALVES, every_half, same
-from test_integration import CALLS, Arguments, Log, every_call, make
+from test_integration import CALLS, Arguments, every_call, make
 from tolerances import assert_close, exact, magnitude
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -200,6 +200,7 @@ def test_rows_of_infinities(inputs: Inputs) -> None:
     assert (ours[0] == -math.inf).all() and (ours[1] == math.inf).all() and ours[2].isnan().all()
 
 
+@pytest.mark.properties
 @given(data=st.data())
 def test_random_dims(data: st.DataObject) -> None:
     """Any of the tensors, mapped at any dimension, for any number of samples, calls and groups."""
