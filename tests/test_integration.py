@@ -693,8 +693,8 @@ def test_compiled_follows_changed_parameters(inputs: Inputs, fresh_compiler: Non
 @cuda_only
 @every_call
 def test_no_call_waits_for_the_device(call: str) -> None:
-    """0-d scales on the device included. torch tells of its own waits only, so there is also work that a call which
-    waits by other means would return behind: 0.1 s of it."""
+    """0-d scales on the device included. torch reports only its own waits; so 0.1 s of work is queued first, which must
+    still be going on when the call returns."""
     op, arguments = make(call, Inputs(2, torch.device("cuda", 0)))
     expected = op(**arguments)
     op(**arguments)  # whose output leaves a block for the next
