@@ -18,6 +18,7 @@ import torch
 from hypothesis import strategies as st
 from tolerances import DTYPES
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_kernels
 
@@ -124,8 +125,9 @@ def _poisoned(values: Tensor, *shape: int) -> Tensor:
 
 
 def _offset(values: Tensor, by: int) -> Tensor:
+    """In the memory format of the values, which have no gaps."""
     flat = _poisoned(values, values.numel() + by + 5)
-    return _in(flat[by : by + values.numel()].view(values.shape), values)
+    return _in(flat.as_strided(values.shape, values.stride(), by), values)
 
 
 def _every_second(values: Tensor) -> Tensor:
@@ -167,6 +169,11 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 # Those that are read in an order of their own, so that a sum may be rounded in another.
 OWN_ORDER = ("channels_last", "reversed")
+
+
+def in_format_of(x: Tensor, values: Tensor) -> Tensor:
+    """The values as contiguous or channels_last as `x`."""
+    return values.contiguous() if x.is_contiguous() else LAYOUTS["channels_last"](values)
 
 
 # ---- random arguments for the property tests -----------------------------------------------------------------------
@@ -238,7 +245,7 @@ def in_any_layout(draw: st.DrawFn, values: Tensor) -> Tensor:
         return expanded(draw, values)
     if layout in LAYOUTS:
         return LAYOUTS[layout](values)
-    return LAYOUTS["offset 1"](values.movedim(1, -1)).movedim(-1, 1)
+    return LAYOUTS["offset 1"](LAYOUTS["channels_last"](values))
 
 
 def factor(draw: st.DrawFn, inputs: Inputs, channels: int, dims: int, dtype: torch.dtype) -> Tensor | float | None:
@@ -308,6 +315,21 @@ def launched(op: str, arguments: dict[str, Any]) -> str:
     shapes = {name: value for name, value in arguments.items() if not name.startswith(("bias", "scale", "shift"))}
     shapes = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in shapes.items()}
     return ", ".join([op, *(launch.kernel for launch in fused_kernels.plan(op, **shapes).launches)])
+
+
+class Log(TorchDispatchMode):
+    """The ops that pass; `fused` has the names of this package's alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+        self.fused: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(str(func))
+        if func.namespace == "fused":
+            self.fused.append(func._schema.name.removeprefix("fused::"))
+        return func(*args, **(kwargs or {}))
 
 
 # ---- processes -----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import numpy
@@ -444,6 +445,16 @@ def test_many_channels(inputs: Inputs) -> None:
     check(B, inputs.input(1, 65537, 3), inputs.weight(65537, 2, 3), **WORKLOAD, against_eager=False)
 
 
+def is_right_in_the_last_cells(shape: tuple[int, ...], channels: int, device: str) -> None:
+    x = torch.zeros(shape, dtype=bf16, device=device)
+    x[(-1, -1, *[-1] * (len(shape) - 2))] = 1
+    w = torch.ones(shape[1], channels, *[3] * (len(shape) - 2), dtype=bf16, device=device)
+    ours = conv_transpose_avg_pool(x, w, **WORKLOAD)
+    last = ours[(-1, slice(None), *[-1] * (len(shape) - 2))]
+    assert (last == 1 / 2 ** (len(shape) - 2)).all()
+    assert ours[-1, -1].count_nonzero() == 1 and not ours[0].any()
+
+
 @pytest.mark.slow
 @cuda_only
 @pytest.mark.parametrize(
@@ -452,14 +463,22 @@ def test_many_channels(inputs: Inputs) -> None:
     ids=str,
 )
 def test_more_than_2_31_elements(shape: tuple[int, ...], channels: int) -> None:
-    """In the input, the output, or both; the last cells are checked."""
-    x = torch.zeros(shape, dtype=bf16, device="cuda")
-    x[(-1, -1, *[-1] * (len(shape) - 2))] = 1
-    w = torch.ones(shape[1], channels, *[3] * (len(shape) - 2), dtype=bf16, device="cuda")
-    ours = conv_transpose_avg_pool(x, w, **WORKLOAD)
-    last = ours[(-1, slice(None), *[-1] * (len(shape) - 2))]
-    assert (last == 1 / 2 ** (len(shape) - 2)).all()
-    assert ours[-1, -1].count_nonzero() == 1 and not ours[0].any()
+    """In the input, the output, or both."""
+    is_right_in_the_last_cells(shape, channels, "cuda")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 12e9, reason="needs 12 GB of free memory"
+)
+@pytest.mark.parametrize(
+    ("shape", "channels"),
+    [((2, 1, 2**15 + 4, 2**15), 1), ((2, 1, 2**14 + 1, 2**13), 9), ((2**16 + 1, 1, 2, 130, 130), 1)],
+    ids=str,
+)
+def test_more_than_2_31_elements_on_the_cpu(shape: tuple[int, ...], channels: int) -> None:
+    """The same within less memory, and less time."""
+    is_right_in_the_last_cells(shape, channels, "cpu")
 
 
 # ---- everything at once --------------------------------------------------------------------------------------------

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Inputs
+from conftest import Inputs, Log
 from tolerances import assert_close
 from torch import Tensor, nn
+from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_kernels.nn
 
@@ -96,19 +96,6 @@ def make(model: str, seed: int = 0) -> tuple[nn.Module, nn.Module]:
     return made[0], made[1]
 
 
-class Recorder(TorchDispatchMode):
-    """The fused ops that were called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "fused":
-            self.ops.append(func._schema.name.removeprefix("fused::"))
-        return func(*args, **(kwargs or {}))
-
-
 def is_right(output: Tensor, plain: nn.Module, x: Tensor) -> None:
     """What the plain model gives in float64."""
     with torch.no_grad():
@@ -118,9 +105,9 @@ def is_right(output: Tensor, plain: nn.Module, x: Tensor) -> None:
 
 def outputs_agree(model: str, plain: nn.Module, ours: Callable[[Tensor], Tensor], x: Tensor) -> None:
     """And it is the fused op that ours calls."""
-    with torch.no_grad(), Recorder() as recorder:
+    with torch.no_grad(), Log() as log:
         output = ours(x)
-    assert recorder.ops == [MODELS[model][-1]]
+    assert log.fused == [MODELS[model][-1]]
     is_right(output, plain, x)
 
 
@@ -222,9 +209,9 @@ def test_trains_as_the_plain_model(inputs: Inputs, model: str) -> None:
     gradients = []
     for module in (plain, ours):
         wanting = x.clone().requires_grad_()
-        with Recorder() as recorder:
+        with Log() as log:
             output = module(wanting)
-        assert recorder.ops == []
+        assert log.fused == []
         output.square().mean().backward()
         gradients.append([wanting.grad, *(parameter.grad for parameter in module.parameters())])
     for expected, gradient in zip(*gradients, strict=True):
@@ -241,9 +228,9 @@ def test_takes_the_fused_path_when_no_gradient_is_needed(inputs: Inputs, model: 
     x = inputs.input(*MODELS[model][3])
 
     def ops(x: Tensor) -> list[str]:
-        with Recorder() as recorder:
+        with Log() as log:
             ours(x)
-        return recorder.ops
+        return log.fused
 
     fused = [MODELS[model][-1]]
     assert ops(x) == []
@@ -381,10 +368,10 @@ def test_parametrized_weight(inputs: Inputs, model: str, kind: str) -> None:
         torch.manual_seed(1)
         PARAMETRIZATIONS[kind](module.conv_transpose)
     ours.load_state_dict(plain.state_dict())
-    with torch.no_grad(), Recorder() as recorder:
+    with torch.no_grad(), Log() as log:
         output = ours(x)
         expected = plain(x)
-    assert recorder.ops == [MODELS[model][-1]]
+    assert log.fused == [MODELS[model][-1]]
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
     for module in (plain, ours):
         module(x).square().mean().backward()
@@ -420,17 +407,12 @@ def test_hooks_of_modules(inputs: Inputs, model: str) -> None:
 def test_compiles_without_a_graph_break(inputs: Inputs, model: str) -> None:
     plain, ours = (module.to(inputs.device) for module in make(model))
     torch._dynamo.reset()
-    graphs: list[torch.fx.GraphModule] = []
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
+    backend = EagerAndRecordGraphs()
     compiled = torch.compile(ours, backend=backend, fullgraph=True)
     x = inputs.input(*MODELS[model][3])
     with torch.no_grad():
         is_right(compiled(x), plain, x)
-    targets = [str(node.target) for node in graphs[0].graph.nodes if "fused" in str(node.target)]
+    targets = [str(node.target) for node in backend.graphs[0].graph.nodes if "fused" in str(node.target)]
     assert targets == [f"fused.{MODELS[model][-1]}.default"]
 
 

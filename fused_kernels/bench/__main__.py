@@ -47,7 +47,7 @@ from .cases import (
     host_calls,
     relative_error,
 )
-from .contender import Contender, failure
+from .contender import Contender, failure, race
 from .timing import Limit, Timer, host_time, make_timer, operation_rate, prepare_graph, tf32_convolutions
 
 ALL = "all"  # with --case and --dtype
@@ -106,21 +106,19 @@ def run_case(
     read, written = case.bytes_moved(size, dtype)
     step("limit")
     limit = Limit(case.limit, args["input"], read + written)
-    before = limit.measure(timer, settings.budget_s / 4)
-    for _ in range(settings.rounds):
-        for contender in contenders:
-            step(contender.peer.label)
-            contender.time(timer, settings.budget_s, settings.rounds)
-    step("limit")
-    after = limit.measure(timer, settings.budget_s / 4, only=before[0])
-    for contender in contenders:
-        contender.verify_again(exact)
+    limit_budget_s = settings.budget_s / 4
+    floor = race(contenders, limit, timer, settings.budget_s, limit_budget_s, settings.rounds, step)
 
-    method, timing = min(before, after, key=lambda entry: entry[1].median_ms)
-    operations, rate_dtype, rate = case.operations(size), None, None
+    operations = case.operations(size)
     if case.compute_bound:
         step("rate of operations")
-        rate_dtype, rate = operation_rate(dtype, device, timer, settings.budget_s / 4)
+        rate_dtype, rate = operation_rate(dtype, device, timer, limit_budget_s)
+        floor = dataclasses.replace(
+            floor,
+            operations_ms=1e3 * operations / rate,
+            operations_per_s=rate,
+            operations_dtype=str(rate_dtype).removeprefix("torch."),
+        )
     return report.CaseResult(
         case=case.name,
         about=case.about,
@@ -134,18 +132,7 @@ def run_case(
         bytes_written=written,
         operations=operations,
         rows=tuple(contender.row() for contender in contenders),
-        limit=report.LimitResult(
-            case.limit,
-            limit.bytes_moved,
-            method,
-            before[1].median_ms,
-            after[1].median_ms,
-            timing,
-            limit.note,
-            operations_ms=1e3 * operations / rate if rate else None,
-            operations_per_s=rate,
-            operations_dtype=str(rate_dtype).removeprefix("torch.") if rate_dtype else "",
-        ),
+        limit=floor,
     )
 
 
@@ -170,7 +157,7 @@ def run_host(
                     spent = host_time(call, generator.device, budget_s)
         except Exception as raised:  # as for a contender
             status, note = failure(raised, probe.ours and probe.way != "compiled")  # no compiler is no fault of ours
-        rows.append(report.HostRow(probe.label, name, status, note, spent, probe.way))
+        rows.append(report.HostRow(probe.label, probe.way, name, status, note, spent))
     return rows
 
 
@@ -367,7 +354,7 @@ def run_sweep(options: argparse.Namespace, progress: Progress) -> sweeps.Sweep:
     """The sweep that the command line asks for."""
     device = device_of(options)
     sizes = options.sweep or [mib for mib in sweeps.SIZES if device.type == "cuda" or mib <= sweeps.ON_CPU]
-    asked = [name for name in options.dtype if name != ALL] or sweeps.DTYPES
+    asked = [name for name in options.dtype if name != ALL] or sweeps.SWEPT_DTYPES
     seed = secrets.randbits(32) if options.seed is None else options.seed
     generator = torch.Generator(device).manual_seed(seed)
     budget_s, rounds = (0.03, 1) if options.quick else (0.09, 3)
@@ -425,7 +412,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if swept is not None:
         sweeps.print_sweep(swept, console)
         if options.json:
-            sweeps.write_json(swept, options.json)
+            report.write_json(swept, options.json)
         return 1 if swept.failures else 0
     assert result is not None
     report.print_run(result, console, demo=options.demo)

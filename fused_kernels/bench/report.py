@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich import box
 from rich.console import Console
@@ -14,6 +14,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from .timing import Timing
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 SCHEMA = 1
 README_BEGIN = "<!-- bench:begin -->"
@@ -104,18 +107,18 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class HostRow:
-    """Host time of one small call, in microseconds."""
+    """Host time of one small call, made in one of several ways, in microseconds."""
 
     label: str
+    way: str
     dtype: str
     status: Status
     note: str = ""
     microseconds: float | None = None
-    way: str | None = None  # None in results from before there were several
 
     @property
     def title(self) -> str:
-        return f"{self.label}, {self.way}" if self.way else self.label
+        return f"{self.label}, {self.way}"
 
 
 @dataclass(frozen=True)
@@ -136,15 +139,22 @@ class Run:
         return failed + [f"host, {row.title}: {row.note}" for row in self.host if row.status == "FAILED"]
 
 
-def write_json(run: Run, path: Path) -> None:
+def write_json(result: DataclassInstance, path: Path) -> None:
+    """A `Run` or a sweep."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(run), indent=1, default=str) + "\n")
+    path.write_text(json.dumps(asdict(result), indent=1, default=str) + "\n")
+
+
+def load_json(path: Path, schema: object) -> dict[str, Any]:
+    """What `write_json` wrote, as plain data; raises if it is of another schema."""
+    data: dict[str, Any] = json.loads(path.read_text())
+    if data["schema"] != schema:
+        raise ValueError(f"{path}: schema {data['schema']}, expected {schema}")
+    return data
 
 
 def read_json(path: Path) -> Run:
-    data = json.loads(path.read_text())
-    if data["schema"] != SCHEMA:
-        raise ValueError(f"{path}: schema {data['schema']}, expected {SCHEMA}")
+    data = load_json(path, SCHEMA)
     return Run(
         machine=data["machine"],
         settings=data["settings"],
@@ -154,21 +164,23 @@ def read_json(path: Path) -> Run:
 
 
 def _case(data: dict[str, Any]) -> CaseResult:
-    rows = tuple(Row(**{**row, "timing": _timing(row["timing"])}) for row in data["rows"])
-    limit = data["limit"]
     return CaseResult(
         **{
             **data,
             "input": tuple(data["input"]),
             "output": tuple(data["output"]),
-            "rows": rows,
-            "limit": limit and LimitResult(**{**limit, "timing": _timing(limit["timing"])}),
+            "rows": tuple(row_of(row) for row in data["rows"]),
+            "limit": data["limit"] and limit_of(data["limit"]),
         }
     )
 
 
-def _timing(data: dict[str, Any] | None) -> Timing | None:
-    return None if data is None else Timing(**data)
+def row_of(data: dict[str, Any]) -> Row:
+    return Row(**{**data, "timing": data["timing"] and Timing(**data["timing"])})
+
+
+def limit_of(data: dict[str, Any]) -> LimitResult:
+    return LimitResult(**{**data, "timing": Timing(**data["timing"])})
 
 
 # --- Numbers as text ---
@@ -317,7 +329,7 @@ def demo_table(cases: Sequence[CaseResult]) -> Table:
 
 def print_run(run: Run, console: Console, demo: bool = False) -> None:
     """The whole report; a line for everything that failed comes last."""
-    console.print(f"[bold]{escape(machine_line(run))}[/]")
+    console.print(f"[bold]{escape(describe(run.machine))}[/]")
     if demo:
         console.print(demo_table(run.cases))
         console.print(
@@ -337,13 +349,8 @@ def print_run(run: Run, console: Console, demo: bool = False) -> None:
             console.print(f"[{colour}]{status}[/] {escape(where)}: {escape(note)}", highlight=False, soft_wrap=True)
 
 
-def machine_line(run: Run) -> str:
-    """The machine and software in a line."""
-    return describe(run.machine)
-
-
 def describe(machine: Mapping[str, Any]) -> str:
-    """The facts of a machine in a line."""
+    """The machine and its software in a line."""
     parts = [str(machine["device"])]
     if machine.get("driver"):
         parts.append(f"driver {machine['driver']}")
@@ -370,9 +377,10 @@ _COLUMNS = (
 
 
 _README_LEGEND = (
-    "Medians, caches flushed by reading before each call. *limit*: the best of several plain kernels, in the same run, "
-    "that read the input (A, G) or copy as many bytes as are read and written (B), or where that is longer, *ops*, the "
-    "operations at the rate of a matrix product of that dtype (TF32 off; on a CPU float32 for the half types). "
+    "Medians, caches flushed by reading before each call. *limit*: reading the input (A, G) or copying as many bytes "
+    "as are read and written (B), in the same run: on a GPU by the best of several plain kernels, on a CPU by "
+    "`torch.sum` or `copy_`; or where that is longer, *ops*, the operations at the rate of a matrix product of that "
+    "dtype (TF32 off; on a CPU float32 for the half types). "
     "*ours / limit*: the faster of our two. *eager*: TF32 off; other peers leave convolutions at PyTorch's default, "
     "TF32. *by hand*: the same collapse written in PyTorch; the best of eager, compiled, and compiled under a CUDA "
     "graph. *error*: ours against float64, relative to the largest value."
@@ -387,7 +395,7 @@ def markdown(runs: Iterable[Run], more: Iterable[str] = ()) -> str:
 def _markdown_lines(run: Run) -> list[str]:
     headings = ["case", "input", *(heading for heading, _ in _COLUMNS), "limit", "ours / limit", "error"]
     lines = [
-        f"{machine_line(run)}; times in ms:",
+        f"{describe(run.machine)}; times in ms:",
         "",
         f"| {' | '.join(headings)} |",
         f"|{'|'.join(['---', '---', *('--:' for _ in headings[2:])])}|",
@@ -409,10 +417,9 @@ def _markdown_lines(run: Run) -> list[str]:
 def _host_lines(rows: Sequence[HostRow]) -> list[str]:
     """An op a row, a way of calling it a column."""
     timed = {(row.label, row.way): f"{row.microseconds:.1f}" for row in rows if row.microseconds is not None}
-    ways = list(dict.fromkeys(way for _, way in timed if way is not None))
-    if not ways:
-        times = ", ".join(f"{label} {spent}" for (label, _), spent in timed.items())
-        return ["", f"Host time of one small call, µs: {times}."] if timed else []
+    if not timed:
+        return []
+    ways = list(dict.fromkeys(way for _, way in timed))
     lines = ["", f"| host time of one small call, µs | {' | '.join(ways)} |", f"|---{'|--:' * len(ways)}|"]
     for label in dict.fromkeys(label for label, _ in timed):
         lines.append(f"| {label} | {' | '.join(timed.get((label, way), '–') for way in ways)} |")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from . import report
-from .cases import PEERS, ConvGlobalPoolLogSumExp, GlobalPool, Size, allowed_error
-from .contender import Contender
-from .timing import Limit, Timer, Timing
+from .cases import CASES, PEERS, ConvGlobalPoolLogSumExp, GlobalPool, Size, allowed_error
+from .contender import Contender, race
+from .timing import MIB, Limit, Timer, Timing
 
-MIB = 1 << 20
 SIZES = tuple(4**i for i in range(8))  # MiB: 1 to 16384
 ON_CPU = 256  # MiB, the largest on a CPU unless more is asked for
-DTYPES = ("float32", "bfloat16")
+SWEPT_DTYPES = ("float32", "bfloat16")  # unless others are asked for
 BATCH, CHANNELS, OUT_CHANNELS = 16, 64, 128
 # Ours, then what it is compared with. torch.mean reads the same input, and stands beside A too.
 HAND = replace(PEERS["hand"], key="hand_graph", label="by hand, graph", graph=True)
@@ -114,7 +113,7 @@ def measure_point(
 ) -> Point:
     """Verify and time the rows of one input."""
     size = Size(input_shape(mib, dtype.itemsize), OUT_CHANNELS)
-    tiny = Size((3, 5, 9, 12), 7)
+    tiny = CASES["A"].tiny
     pool = GlobalPool("G", "", size, size, tiny, channels_last=channels_last)
     chain = ConvGlobalPoolLogSumExp("A", "", size, size, tiny, channels_last=channels_last)
     of_chain = chain.inputs(size, dtype, generator)
@@ -136,23 +135,13 @@ def measure_point(
             eager = contenders["mean"].error if key == "G" else 0.0
             tolerance = allowed_error(exact[key], dtype, eager)
         contender.verify(exact[key], tolerance)
-    limit = Limit("read", of_pool["input"], 0)
-    before = limit.measure(timer, budget_s)
-    for _ in range(rounds):
-        for contender in contenders.values():
-            contender.time(timer, budget_s, rounds)
-    after = limit.measure(timer, budget_s, only=before[0])
-    for key, contender in contenders.items():
-        contender.verify_again(exact[key])
-    method, timing = min(before, after, key=lambda entry: entry[1].median_ms)
+    limit = race(list(contenders.values()), Limit("read", of_pool["input"], 0), timer, budget_s, budget_s, rounds)
     return Point(
         mib,
         str(dtype).removeprefix("torch."),
         channels_last,
         size.input,
-        report.LimitResult(
-            "read", limit.bytes_moved, method, before[1].median_ms, after[1].median_ms, timing, limit.note
-        ),
+        limit,
         {key: contender.row() for key, contender in contenders.items()},
     )
 
@@ -160,31 +149,20 @@ def measure_point(
 # --- Results ---
 
 
-def write_json(sweep: Sweep, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(sweep), indent=1, default=str) + "\n")
-
-
 def is_sweep(path: Path) -> bool:
     return str(json.loads(path.read_text())["schema"]).startswith("sweep")
 
 
 def read_json(path: Path) -> Sweep:
-    data = json.loads(path.read_text())
-    if data["schema"] != SCHEMA:
-        raise ValueError(f"{path}: schema {data['schema']}, expected {SCHEMA}")
+    data = report.load_json(path, SCHEMA)
     return Sweep(
         data["machine"], data["settings"], tuple(_point(point) for point in data["points"]), tuple(data["skipped"])
     )
 
 
 def _point(data: dict[str, Any]) -> Point:
-    limit = report.LimitResult(**{**data["limit"], "timing": Timing(**data["limit"]["timing"])})
-    rows = {
-        key: report.Row(**{**row, "timing": row["timing"] and Timing(**row["timing"])})
-        for key, row in data["rows"].items()
-    }
-    return Point(**{**data, "input": tuple(data["input"]), "limit": limit, "rows": rows})
+    rows = {key: report.row_of(row) for key, row in data["rows"].items()}
+    return Point(**{**data, "input": tuple(data["input"]), "limit": report.limit_of(data["limit"]), "rows": rows})
 
 
 def _series(point: Point) -> str:

@@ -60,6 +60,8 @@ class Timer(Protocol):
 class CpuTimer:
     """Wall-clock times, each after reading a buffer larger than the last-level cache."""
 
+    MIN_REPS, MAX_REPS = 3, 200
+
     def __init__(self, flush_bytes: int = 256 * MIB) -> None:
         self._buffer = torch.ones(flush_bytes // 4)
 
@@ -68,7 +70,7 @@ class CpuTimer:
         samples = [self._once(call)]
         if samples[0] < budget_s * 1e3 / 4:  # a warm-up, unless calls are so long that it makes no difference
             samples.clear()
-        while not samples or (time.perf_counter() - begin < budget_s and len(samples) < 200):
+        while len(samples) < self.MIN_REPS or (len(samples) < self.MAX_REPS and time.perf_counter() - begin < budget_s):
             samples.append(self._once(call))
         return samples
 
@@ -389,11 +391,13 @@ def _copy_calls(source: Tensor, target: Tensor) -> list[tuple[str, Call]]:
 
 
 class Limit:
-    """The time that moving the bytes alone takes: the best of a few plain kernels."""
+    """The time that moving the bytes alone takes: of `torch.sum` or `copy_`, on a GPU the best of several plain kernels
+    and these."""
 
     def __init__(self, kind: Literal["read", "copy"], x: Tensor, bytes_moved: int) -> None:
         """``read`` reads the memory of ``x``; ``copy`` copies a buffer of half of ``bytes_moved``."""
         on_gpu = x.is_cuda
+        self.kind = kind
         self.note = ""
         if kind == "read":
             words = _flat_words(x)
