@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 
 namespace fused {
 
@@ -19,6 +20,15 @@ struct Launch {
   int64_t shared_memory = 0;  // dynamic, bytes
   bool programmatic = false;  // may start before the previous launch has ended (programmatic dependent launch)
 };
+
+// The product of counts, none negative. It stops at kMaxCount, far beyond what can run; two of them add up in 64 bits.
+inline constexpr int64_t kMaxCount = INT64_MAX / 2;
+constexpr int64_t count_product(std::initializer_list<int64_t> factors) {
+  int64_t product = 1;
+  for (const int64_t factor : factors)
+    if (__builtin_mul_overflow(product, factor, &product) || product > kMaxCount) product = kMaxCount;
+  return product;
+}
 
 inline constexpr int kMaxLaunches = 3;
 
