@@ -148,7 +148,7 @@ PYBIND11_MODULE(_C, m) {
           "variant", [](const Plan& p) { return p.variant; }, "the way taken, in words")
       .def_property_readonly("launches", &launches, "list of Launch, in stream order")
       .def_readonly("workspace", &Plan::workspace, "temporary device memory, bytes")
-      .def_readonly("bytes_read", &Plan::bytes_read, "every input once")
+      .def_readonly("bytes_read", &Plan::bytes_read, "the input and the weight once")
       .def_readonly("bytes_written", &Plan::bytes_written, "the output once")
       .def_readonly("operations", &Plan::operations, "additions and multiplications")
       .def("__repr__", [](const Plan& p) { return repr(p); });

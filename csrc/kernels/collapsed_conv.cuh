@@ -1,4 +1,5 @@
-// What the kernels of one collapsed convolution share: its description, V, the affine part, and tensor-core products.
+// What the kernels of the collapsed convolution share: its description, V, divisions, the affine part, and tensor-core
+// products.
 #pragma once
 
 #include <type_traits>
@@ -8,6 +9,23 @@
 #include "vector.cuh"
 
 namespace fused {
+
+// n / d for n below 2^31, as a product.
+struct Divisor {
+  unsigned divisor = 1, multiplier = 0, shift = 0;
+  Divisor() = default;
+  explicit Divisor(int64_t d) : divisor(static_cast<unsigned>(d)) {
+    while ((int64_t{1} << shift) < d) ++shift;
+    if (d > 1) multiplier = static_cast<unsigned>((((uint64_t{1} << (31 + shift)) + divisor - 1) / divisor));
+    shift = shift > 0 ? shift - 1 : 0;
+  }
+  __device__ unsigned divide(unsigned n) const { return divisor == 1 ? n : __umulhi(n, multiplier) >> shift; }
+  __device__ unsigned divide(unsigned n, unsigned& remainder) const {
+    const unsigned quotient = divide(n);
+    remainder = n - quotient * divisor;
+    return quotient;
+  }
+};
 
 // Rounds once, from whichever of float and double was added up in.
 template <class T>

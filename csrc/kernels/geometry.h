@@ -93,6 +93,12 @@ struct PoolDim {
   }
   // Whether no tap falls on offset j: only a dilation wider than the pool window leaves such holes.
   constexpr bool is_hole(int64_t offset) const { return conv.dilation > pool_kernel && taps(offset).size() == 0; }
+  constexpr bool has_holes() const {
+    if (conv.dilation <= pool_kernel) return false;
+    for (int64_t j = offsets().begin; j < offsets().end; ++j)
+      if (is_hole(j)) return true;
+    return false;
+  }
 };
 
 }  // namespace fused

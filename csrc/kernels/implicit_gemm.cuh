@@ -16,23 +16,6 @@
 
 namespace fused {
 
-// n / d for n below 2^31, as a product.
-struct Divisor {
-  unsigned divisor = 1, multiplier = 0, shift = 0;
-  Divisor() = default;
-  explicit Divisor(int64_t d) : divisor(static_cast<unsigned>(d)) {
-    while ((int64_t{1} << shift) < d) ++shift;
-    if (d > 1) multiplier = static_cast<unsigned>((((uint64_t{1} << (31 + shift)) + divisor - 1) / divisor));
-    shift = shift > 0 ? shift - 1 : 0;
-  }
-  __device__ unsigned divide(unsigned n) const { return divisor == 1 ? n : __umulhi(n, multiplier) >> shift; }
-  __device__ unsigned divide(unsigned n, unsigned& remainder) const {
-    const unsigned quotient = divide(n);
-    remainder = n - quotient * divisor;
-    return quotient;
-  }
-};
-
 // The geometry in 32-bit numbers. Inputs are seen as lines in three dimensions, of a sample and group:
 //   kRows (C, D0, D1) lines of D2;  kPixels (1, D0, D1) lines of D2 * C;  kPoints (D0, D1, D2) lines of C.
 struct Gemm {
@@ -45,7 +28,7 @@ struct Gemm {
   bool whole_vectors = false;   // every line begins and ends with one
   bool channels_last = false;
   int at_channel = 0, at[kMaxSpatialDims] = {};  // from one to the next in what is multiplied
-  int row_at[kMaxSpatialDims] = {};              // and before it is turned
+  int row_at[kMaxSpatialDims] = {};              // and before it is transposed
   Divisor tiles[kMaxSpatialDims], tap_counts[kMaxSpatialDims], channels;
   Divisor vectors_of_line, elements_of_line, lines[3], points, patch[kMaxSpatialDims];
 };
@@ -119,8 +102,8 @@ inline constexpr int kGemmFragment = 2 * GemmMath<T>::kSlots;
 template <class T>
 inline constexpr int kGemmVectors = kGemmFragment<T> * sizeof(typename GemmMath<T>::Weight) / 16;
 
-// Whichever channels are multiplied together does not matter, so rows g and g + 8 of a product are neighbours of the
-// output, and the k of a lane lie where the inputs are read without conflicts: four apart, or in a run of channels.
+// The k of a lane's slots in one product: a sum may take its k in any order, so they are those whose inputs the lanes read
+// without bank conflicts, four apart or, of points, a run of channels. (Rows g and g + 8 are channels 2g and 2g + 1.)
 template <class T>
 __device__ int k_of_slot(int t, int slot, bool run) {
   return run ? t * GemmMath<T>::kSlots + slot : t + 4 * slot;
@@ -168,8 +151,8 @@ __global__ void __launch_bounds__(kGemmThreads)
       trusted &= isfinite(v);
     } else {
       // float16 holds every sum of weights as two numbers, since none has more than its own smallest digit.
-      constexpr double kMost = Math::kTerms == 2 ? 65000 : 1e37, kLeast = Math::kTerms == 2 ? 0 : 1e-28;
-      trusted &= v == 0 || (fabs(v) < kMost && fabs(v) > kLeast);
+      constexpr double kMax = Math::kTerms == 2 ? 65000 : 1e37, kMin = Math::kTerms == 2 ? 0 : 1e-28;
+      trusted &= v == 0 || (fabs(v) < kMax && fabs(v) > kMin);
 #pragma unroll
       for (int term = 0; term < Math::kTerms; ++term) {
         const T part = from_double<T>(v);
@@ -270,7 +253,7 @@ template <class T>
 struct GemmMemory {
   using Sum = typename GemmMath<T>::Sum;
   T* stages;         // (stages, stage)
-  T* turned;         // (2, points, channels): stages of rows, turned
+  T* transposed;     // (2, points, channels): stages of rows, transposed
   int64_t* output;   // (positions): where a position of the box lies in the output, from the first
   Sum* factors;      // (channels): what a sum is multiplied by,
   Sum* base;         // (channels): and what is added
@@ -280,8 +263,8 @@ struct GemmMemory {
   int* skips;        // (stages): how much earlier than the patch the lines of a stage begin
   __device__ GemmMemory(const GemmTiling& tiling, void* memory) {
     stages = static_cast<T*>(memory);
-    turned = stages + kGemmStages * tiling.stage;
-    output = reinterpret_cast<int64_t*>(turned + (tiling.turned ? 2 * tiling.points() * tiling.point : 0));
+    transposed = stages + kGemmStages * tiling.stage;
+    output = reinterpret_cast<int64_t*>(transposed + (tiling.transposed ? 2 * tiling.points() * tiling.point : 0));
     factors = reinterpret_cast<Sum*>(output + tiling.positions());
     base = factors + tiling.out_channels();
     position = reinterpret_cast<int*>(base + tiling.out_channels());
@@ -294,7 +277,7 @@ inline constexpr int kNoPosition = 1023 << 20;  // lies in no box
 
 // Makes points of a stage of rows: eight channels of one together, as the products take them.
 template <class T>
-__device__ void turn_rows(const Gemm& gemm, const T* stage, T* turned) {
+__device__ void transpose_rows(const Gemm& gemm, const T* stage, T* transposed) {
   constexpr int kSize = Vector<T>::kSize;
   const GemmTiling& tiling = gemm.tiling;
   const int count = tiling.points() * tiling.channels / kSize;
@@ -307,7 +290,7 @@ __device__ void turn_rows(const Gemm& gemm, const T* stage, T* turned) {
     Vector<T> vector;
 #pragma unroll
     for (int c = 0; c < kSize; ++c) vector.values[c] = from[c * tiling.outer];
-    *reinterpret_cast<Vector<T>*>(turned + point * tiling.point + channel) = vector;
+    *reinterpret_cast<Vector<T>*>(transposed + point * tiling.point + channel) = vector;
   }
 }
 
@@ -341,10 +324,10 @@ __device__ bool make_tables(const Convolution<T>& conv, const Gemm& gemm, const 
   }
   for (int c = threadIdx.x; c < tiling.out_channels(); c += kGemmThreads) {
     const Affine<double> affine(conv, first_channel + min(c, channels - 1));
-    constexpr double kMost = std::is_same_v<T, double> ? 1e290 : 1e30;
+    constexpr double kMax = std::is_same_v<T, double> ? 1e290 : 1e30;
     const double factor = affine.factor();
     trusted &= isfinite(affine(0)) &&
-               ((fabs(factor) < kMost && fabs(factor) > 1 / kMost) || affine.scale1 == 0 || affine.scale2 == 0);
+               ((fabs(factor) < kMax && fabs(factor) > 1 / kMax) || affine.scale1 == 0 || affine.scale2 == 0);
     memory.factors[c] = static_cast<Sum>(factor);
     memory.base[c] = static_cast<Sum>(affine(0));
   }
@@ -417,10 +400,10 @@ __global__ void __launch_bounds__(kGemmThreads, gemm_blocks(sizeof(T)))
     }
     __pipeline_commit();
   };
-  // Turning takes a stage of its own time: it works one stage ahead of the products.
-  const bool turned = kRun && tiling.turned;
+  // Rows are transposed one stage ahead of the products, which takes a stage more.
+  const bool transposed = kRun && tiling.transposed;
 #pragma unroll 1
-  for (int i = 0; i < kGemmStages - (turned ? 0 : 1); ++i) fetch(i);
+  for (int i = 0; i < kGemmStages - (transposed ? 0 : 1); ++i) fetch(i);
   bool flag = !make_tables(conv, gemm, memory, first_channel, channels);
   wait_for_previous_launch();
   for (int i = threadIdx.x; i < flag_count; i += kGemmThreads) flag |= flags[i] != 0;
@@ -436,8 +419,8 @@ __global__ void __launch_bounds__(kGemmThreads, gemm_blocks(sizeof(T)))
     return;
   }
 
-  // Column i of two products is position 4 * (i / 2) + i % 2 of 16, the second's two further, so that a lane's sums of a
-  // channel are four neighbours.
+  // Two products n and n + 1 cover 16 positions. Column g of the first is position g / 2 * 4 + g % 2, of the second two
+  // further: a lane's four sums of a channel, columns 2t and 2t + 1 of both, are then neighbours.
   int position[kColumns];
 #pragma unroll
   for (int n = 0; n < kColumns; ++n)
@@ -462,10 +445,10 @@ __global__ void __launch_bounds__(kGemmThreads, gemm_blocks(sizeof(T)))
   load_weights(first_weights);
 
   int slot = 0, half = 0;
-  if (turned && block < gemm.boxes) {
+  if (transposed && block < gemm.boxes) {
     __pipeline_wait_prior(kGemmStages - 1);
     __syncthreads();
-    turn_rows(gemm, memory.stages + memory.skips[0], memory.turned);
+    transpose_rows(gemm, memory.stages + memory.skips[0], memory.transposed);
   }
   GemmCursor at{block, 0};
   for (; at.box < gemm.boxes; at.box += blocks) {
@@ -478,14 +461,15 @@ __global__ void __launch_bounds__(kGemmThreads, gemm_blocks(sizeof(T)))
       __pipeline_wait_prior(kGemmStages - 2);
       __syncthreads();
       const T* stage;
-      if (turned) {
+      if (transposed) {
         fetch(slot);
         slot = slot == kGemmStages - 1 ? 0 : slot + 1;
         const int size = tiling.points() * tiling.point;
-        stage = memory.turned + half * size;
+        stage = memory.transposed + half * size;
         half ^= 1;
         if (at.chunk + 1 < tiling.chunks || at.box + blocks < gemm.boxes)
-          turn_rows(gemm, memory.stages + slot * tiling.stage + memory.skips[slot], memory.turned + half * size);
+          transpose_rows(gemm, memory.stages + slot * tiling.stage + memory.skips[slot],
+                         memory.transposed + half * size);
       } else {
         fetch(slot == 0 ? kGemmStages - 1 : slot - 1);
         stage = memory.stages + slot * tiling.stage + (kRun ? 0 : memory.skips[slot]);

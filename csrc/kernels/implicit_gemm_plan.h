@@ -4,20 +4,9 @@
 
 #include <algorithm>
 
-#include "geometry.h"
-#include "plan.h"
+#include "collapsed_conv.h"
 
 namespace fused {
-
-struct AvgPoolProblem {
-  int64_t batch = 0;
-  int64_t in_channels = 0;
-  int64_t out_channels = 0;
-  int64_t groups = 1;
-  int itemsize = 4;
-  bool channels_last = false;
-  PoolDim dims[kMaxSpatialDims];  // leading dimensions of size 1 where there are fewer
-};
 
 inline constexpr int kGemmWarps = 8;
 inline constexpr int kGemmThreads = 32 * kGemmWarps;
@@ -25,12 +14,11 @@ inline constexpr int kGemmPositions = 32;  // of a warp
 inline constexpr int kGemmStages = 3;      // of inputs in shared memory: one in use, two on their way
 // So that two blocks fit on a multiprocessor. (16, 16, 16, 64, 64) -> 32 takes 277 us, with half of it 336.
 inline constexpr int64_t kGemmStageBytes = 24 * 1024;
-// With 9 offsets 500 us instead of 600 in bfloat16 at (32, 64, 128, 128) -> 64; with 3, 320 instead of 254 in float16 at
-// (16, 256, 8192) -> 128.
-inline constexpr int64_t kFewTurnedTaps = 4;
-inline constexpr int64_t kMostGemmDepth = 4096;    // products of a stage, each with an entry in a table
-inline constexpr int64_t kMostGemmSize = 1 << 30;  // the kernel computes with 32 bits within a sample
-inline constexpr int64_t kFewGemmChannels = 5;     // output channels of a group: with fewer, most rows are empty
+// Offsets. With 9 of them 500 us instead of 600 in bfloat16 at (32, 64, 128, 128) -> 64; with 3, 320 instead of 254 in
+// float16 at (16, 256, 8192) -> 128.
+inline constexpr int64_t kMinTransposedTaps = 4;
+inline constexpr int64_t kMaxGemmDepth = 4096;  // products of a stage, each with an entry in a table
+inline constexpr int64_t kMinGemmChannels = 5;  // output channels of a group: with fewer, most rows are empty
 
 // What is one line of inputs, copied at once, in memory and in shared memory.
 enum class GemmLines {
@@ -51,7 +39,7 @@ struct GemmTiling {
   int line = 0;                     // elements from one line to the next
   int outer = 0;                    // and from one channel (kRows) or plane to the next
   int stage = 0;                    // elements
-  bool turned = false;              // rows are turned into points before they are multiplied
+  bool transposed = false;          // rows become points before they are multiplied
   int point = 0;                    // then: elements from one point to the next
   int64_t boxes = 0;                // of a sample
   int64_t channel_tiles = 0;        // of all groups
@@ -60,7 +48,7 @@ struct GemmTiling {
   constexpr bool fits() const { return tiles > 0; }
   constexpr int points() const { return patch[0] * patch[1] * patch[2]; }
   // Of a stage that the products read: a multiple of the channels of one lies together.
-  constexpr bool runs() const { return turned || lines == GemmLines::kPoints; }
+  constexpr bool runs() const { return transposed || lines == GemmLines::kPoints; }
   constexpr int out_channels() const { return 16 * tiles * channel_warps; }
   constexpr int positions() const { return kGemmPositions * kGemmWarps / channel_warps; }
 };
@@ -73,7 +61,7 @@ constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 // Inputs of a stage, given the box.
 inline void shape_stage(const AvgPoolProblem& problem, int64_t taps, GemmTiling& tiling) {
-  const int64_t in_group = problem.in_channels / problem.groups, vector = 16 / problem.itemsize;
+  const int64_t in_group = problem.in_group(), vector = 16 / problem.itemsize;
   const int64_t step = gemm_step(problem.itemsize);
   const int64_t p0 = tiling.patch[0], p1 = tiling.patch[1], p2 = tiling.patch[2];
   // About as many channels as a stage holds: what leaves the fewest empty in the last of them.
@@ -99,13 +87,13 @@ inline void shape_stage(const AvgPoolProblem& problem, int64_t taps, GemmTiling&
     tiling.lines = GemmLines::kRows;
     tiling.line = static_cast<int>(round_up(p2 + vector - 1, vector));
     outer = padded(p0 * p1 * tiling.line);
-    int64_t most = std::max<int64_t>(1, std::min(kGemmStageBytes / (outer * problem.itemsize), kMostGemmDepth / taps));
-    // Of half types a lane needs four channels at once; turning them pays where they are read often.
-    tiling.turned = problem.itemsize == 2 && in_group >= step && taps >= kFewTurnedTaps;
-    if (tiling.turned || (most < in_group && most >= step)) most = std::max(step, most / step * step);
-    split(most, most < in_group || tiling.turned ? std::min(most, step) : 1);
+    int64_t most = std::max<int64_t>(1, std::min(kGemmStageBytes / (outer * problem.itemsize), kMaxGemmDepth / taps));
+    // Of half types a lane needs four channels at once; transposing them pays where they are read often.
+    tiling.transposed = problem.itemsize == 2 && in_group >= step && taps >= kMinTransposedTaps;
+    if (tiling.transposed || (most < in_group && most >= step)) most = std::max(step, most / step * step);
+    split(most, most < in_group || tiling.transposed ? std::min(most, step) : 1);
     stage = tiling.channels * outer;
-    if (tiling.turned) tiling.point = static_cast<int>(padded(tiling.channels));
+    if (tiling.transposed) tiling.point = static_cast<int>(padded(tiling.channels));
   } else if (problem.groups == 1 && in_group < step) {
     tiling.lines = GemmLines::kPixels;
     tiling.channels = static_cast<int>(in_group);
@@ -117,7 +105,7 @@ inline void shape_stage(const AvgPoolProblem& problem, int64_t taps, GemmTiling&
     tiling.lines = GemmLines::kPoints;
     const int64_t positions = p0 * p1 * p2,
                   most = kGemmStageBytes / (positions * problem.itemsize) - 32 / problem.itemsize;
-    split(std::max(step, std::min(most, kMostGemmDepth / taps) / step * step), step);
+    split(std::max(step, std::min(most, kMaxGemmDepth / taps) / step * step), step);
     tiling.line = static_cast<int>(padded(tiling.channels));
     outer = p1 * p2 * tiling.line;
     stage = p0 * outer;
@@ -125,10 +113,10 @@ inline void shape_stage(const AvgPoolProblem& problem, int64_t taps, GemmTiling&
   tiling.steps = static_cast<int>(ceil_div(tiling.channels * taps, step));
   tiling.outer = static_cast<int>(outer);
   tiling.stage = static_cast<int>(round_up(stage, vector));
-  const int64_t staged = std::min(stage, kMostGemmSize) * kGemmStages;
-  const int64_t turned = tiling.turned ? 2 * p0 * p1 * p2 * tiling.point : 0;
+  const int64_t staged = std::min(stage, kMax32BitSize) * kGemmStages;
+  const int64_t transposed = tiling.transposed ? 2 * p0 * p1 * p2 * tiling.point : 0;
   // And the tables: where a product's inputs are, where positions are in the input and output, factors.
-  tiling.shared_memory = (staged + turned) * problem.itemsize + tiling.steps * step * 4 + tiling.positions() * 16 +
+  tiling.shared_memory = (staged + transposed) * problem.itemsize + tiling.steps * step * 4 + tiling.positions() * 16 +
                          tiling.out_channels() * 16 + 16;
 }
 
@@ -176,24 +164,11 @@ inline GemmTiling gemm_tiling(const AvgPoolProblem& problem, const DevicePropert
   const int arch = device.compute_capability;
   // Half types need the products of this architecture, the others fast float64 ones.
   if (arch < 80 || (problem.itemsize > 2 && arch != 80 && arch != 90 && arch != 100)) return {};
-  const int64_t in_group = problem.in_channels / problem.groups, per_group = problem.out_channels / problem.groups;
-  if (in_group == 0 || per_group < kFewGemmChannels) return {};
-  int64_t taps = 1;
-  double inputs = static_cast<double>(problem.in_channels), outputs = 1;
-  for (const PoolDim& dim : problem.dims) {
-    const Range offsets = dim.offsets();
-    if (offsets.size() == 0 || offsets.size() > kMostGemmDepth || dim.conv.input > kMostGemmSize ||
-        std::abs(offsets.begin) > kMostGemmSize || dim.output() > kMostGemmSize || dim.step() > kMostGemmSize)
-      return {};
-    taps *= offsets.size();
-    if (taps > kMostGemmDepth / 8) return {};
-    if (dim.conv.dilation > dim.pool_kernel)
-      for (int64_t j = offsets.begin; j < offsets.end; ++j)
-        if (dim.is_hole(j)) return {};
-    inputs *= static_cast<double>(dim.conv.input);
-    outputs *= static_cast<double>(dim.output());
-  }
-  if (inputs > kMostGemmSize || outputs > kMostGemmSize || problem.out_channels > kMostGemmSize) return {};
+  const int64_t per_group = problem.per_group(), taps = problem.offsets();
+  if (per_group < kMinGemmChannels || taps > kMaxGemmDepth / 8 || !fits_32_bits(problem)) return {};
+  if (count_product({problem.in_channels, problem.inputs()}) > kMax32BitSize || problem.outputs() > kMax32BitSize ||
+      problem.out_channels > kMax32BitSize)
+    return {};
   // Wide tiles fetch inputs less often, narrow ones leave fewer rows empty.
   GemmTiling best;
   double least = 0;
@@ -212,7 +187,7 @@ inline GemmTiling gemm_tiling(const AvgPoolProblem& problem, const DevicePropert
   }
   best.channel_tiles *= problem.groups;
   choose_box(problem, device, taps, best);
-  if (!best.fits() || best.boxes > kMostGemmSize || best.channel_tiles > kMostGemmSize) return {};
+  if (!best.fits() || best.boxes > kMax32BitSize || best.channel_tiles > kMax32BitSize) return {};
   return best;
 }
 
@@ -221,7 +196,8 @@ constexpr int gemm_terms(int itemsize) { return itemsize == 2 ? 3 : 1; }
 
 // Elements of V as the kernel takes it, a term.
 inline int64_t gemm_weights(const AvgPoolProblem& problem, const GemmTiling& tiling) {
-  return tiling.channel_tiles * tiling.out_channels() * tiling.chunks * tiling.steps * gemm_step(problem.itemsize);
+  return count_product(
+      {tiling.channel_tiles, tiling.out_channels(), tiling.chunks, tiling.steps, gemm_step(problem.itemsize)});
 }
 
 }  // namespace fused

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 
 namespace fused {
 
@@ -20,20 +21,28 @@ struct Launch {
   bool programmatic = false;  // may start before the previous launch has ended (programmatic dependent launch)
 };
 
-inline constexpr int kMaxLaunches = 3;
+// The product of counts, none negative. It stops at kMaxCount, far beyond what can run; two of them add up in 64 bits.
+inline constexpr int64_t kMaxCount = INT64_MAX / 2;
+constexpr int64_t count_product(std::initializer_list<int64_t> factors) {
+  int64_t product = 1;
+  for (const int64_t factor : factors)
+    if (__builtin_mul_overflow(product, factor, &product) || product > kMaxCount) product = kMaxCount;
+  return product;
+}
+
+inline constexpr int kMaxLaunches = 2;
 
 struct Plan {
   const char* variant = "";
   int launches = 0;
   Launch launch[kMaxLaunches];
   int64_t workspace = 0;      // bytes
-  int64_t bytes_read = 0;     // each input once
+  int64_t bytes_read = 0;     // the input and the weight once
   int64_t bytes_written = 0;  // the output once
   int64_t operations = 0;     // additions and multiplications
 
-  Launch& add(const char* kernel, int64_t grid, int block, int64_t shared_memory = 0, bool programmatic = false) {
-    launch[launches] = {kernel, grid, block, shared_memory, programmatic};
-    return launch[launches++];
+  void add(const char* kernel, int64_t grid, int block, int64_t shared_memory = 0, bool programmatic = false) {
+    launch[launches++] = {kernel, grid, block, shared_memory, programmatic};
   }
 };
 
