@@ -53,7 +53,7 @@ using Lane = std::conditional_t<sizeof(T) == 2, float, double>;
 
 constexpr int64_t kRun = 1024;
 // Reads go through this many distant places at once: one alone gets six sevenths of the memory's speed.
-constexpr int kStreams = 4;
+constexpr int kStreams = 4;  // sum_run and add_rows name each
 
 // totals[s] += the sum of n elements from x + s * stride on, for each of kCount streams; in the same order for any kCount.
 template <int kCount, class T>
@@ -339,13 +339,9 @@ Buffer channel_means(const ConvTranspose<int64_t>& conv, const T* weight, const 
   }
   const auto add_dots = FUSED_CPU_SELECT(add_dots);
 
+  int64_t most = kTile;  // elements between two dimensions below
+  for (int d = 0; d < conv.spatial_dims; ++d) most *= std::max(conv.kernel[d], static_cast<int64_t>(ranges[d].size()));
   // result (regions, kTile) of weights (width output channels, taps), one dimension after the other.
-  int64_t most = taps, outer = taps, regions_so_far = 1;
-  for (int d = conv.spatial_dims - 1; d >= 0; --d) {
-    outer /= conv.kernel[d];
-    regions_so_far *= static_cast<int64_t>(ranges[d].size());
-    most = std::max(most, outer * regions_so_far);
-  }
   const auto tap_sums = [&](const T* w, int64_t width, double* from, double* to, double* result) {
     for (int64_t t = 0; t < taps; ++t)
       for (int64_t m = 0; m < kTile; ++m) from[t * kTile + m] = m < width ? static_cast<double>(w[m * taps + t]) : 0.0;
@@ -360,7 +356,7 @@ Buffer channel_means(const ConvTranspose<int64_t>& conv, const T* weight, const 
   torch::stable::parallel_for(
       0, conv.groups * tiles, items_per_thread(kTile * depth * (conv.batch + taps)), [&](int64_t begin, int64_t end) {
         std::vector<double> weights(static_cast<size_t>(block * regions * kTile)), dots(kSamples * kTile);
-        const Buffer from = buffer(most * kTile), to = buffer(most * kTile);
+        const Buffer from = buffer(most), to = buffer(most);
         for (int64_t item = begin; item < end; ++item) {
           const int64_t group = item / tiles, first = item % tiles * kTile, width = std::min(kTile, out_group - first);
           for (int64_t n = 0; n < conv.batch; n += kSamples) {
