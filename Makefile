@@ -81,6 +81,8 @@ $(VENV)/.wheel: dist/.built | $(VENV)/.tools
 # ---- on a machine with a GPU: its own Python and torch as they are, nothing fetched
 GPU := $(abspath build/gpu-check)
 OUT ?= $(GPU)
+# Side by side, a sanitizer's processes get in each other's way sooner than those of the tests: fewer of them, then.
+SANITIZED_ADDOPTS ?= $(PYTEST_ADDOPTS)
 GPU_STEPS := build test properties memcheck racecheck initcheck synccheck bench
 GPU_NEEDS := torch numpy pybind11 setuptools pytest hypothesis rich
 gpu_python = $(outside) PYTHONPATH=$(GPU)/site $(PYTHON)
@@ -121,6 +123,7 @@ gpu-properties: export FUSED_KERNELS_EXAMPLES ?= 3000
 gpu-properties:
 	$(gpu_python) -m pytest -m "properties and cuda" --hypothesis-show-statistics $(CURDIR)/tests
 
+gpu-memcheck gpu-racecheck gpu-synccheck gpu-initcheck: export PYTEST_ADDOPTS := $(SANITIZED_ADDOPTS)
 gpu-racecheck: sanitized += and not slow
 gpu-memcheck gpu-racecheck gpu-synccheck: gpu-%:
 	$(sanitize) $* $(sanitized_tests)

@@ -468,6 +468,30 @@ def test_intermediate_beyond_half_stays_finite(device: torch.device, dtype: torc
     assert_close(ours, torch.full((1, 1, 1), w[0, 0, 0].item() * 7 / 8, dtype=f64))
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", [f32, bf16], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("shape", [(2, 3, 7, 7), (2, 8, 9, 31), (1, 3, 90, 91), (1, 16, 200, 100)], ids=str)
+def test_partial_sums_beyond_float32(inputs: Inputs, shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> None:
+    """A sum over a part of the plane overflows; that over the plane, or after small weights, does not."""
+    largest = torch.finfo(dtype).max
+    x = inputs.input(*shape, dtype=dtype).uniform_(0.5, 1) * largest
+    x[:, :, shape[2] // 2 :] *= -1
+    x = LAYOUTS[layout](x)
+    assert check(G, x, against_eager=False).isfinite().all()
+    w = (inputs.weight(shape[1], 4, 3, 3) * 1e-3).to(dtype)
+    for padding in (0, 1):
+        assert check(A0, x, w, padding=padding, against_eager=False).isfinite().all()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_few_cells(inputs: Inputs, layout: str) -> None:
+    """Of many sums of few elements the worst has no more than one rounding to show, as torch.mean's has."""
+    for channels in (600, 357):
+        for cells in (2, 3, 5, 8, 13, 16, 31):
+            check(G, LAYOUTS[layout](inputs.input(20, channels, cells)))
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_few_outputs(inputs: Inputs, layout: str) -> None:
     """A largest error of few values is luck, so that what is better than eager on average is not enough."""

@@ -107,12 +107,20 @@ inline void store_rounded(double* x, Doubles values) { store(x, values); }
 
 // ---- For any type ----
 
+// For what is rarely run.
+template <class T>
+inline Doubles load_doubles(const T* x) {
+  Doubles values;
+  for (int i = 0; i < kLanes<double>; ++i) values[i] = static_cast<double>(x[i]);
+  return values;
+}
+
 // As many elements of x as a vector of Acc has lanes.
 template <class Acc, class T>
 inline Lanes<Acc> load_as(const T* x) {
   if constexpr (std::is_same_v<T, Acc>)
     return load(x);
-  else if constexpr (std::is_same_v<T, float>)
+  else if constexpr (std::is_same_v<Acc, double>)
     return load_doubles(x);
   else if constexpr (std::is_same_v<T, Half>)
     return from_half(load_bits<Shorts>(x));

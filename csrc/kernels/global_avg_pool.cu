@@ -175,6 +175,19 @@ struct TapSums {
   }
 };
 
+// A sum in float32 may overflow where the plane's does not, unless its values are float16. What is not finite is summed
+// again by wide_sum, in float64.
+template <class T, class Acc = Accumulator<T>>
+constexpr bool kMayOverflow = std::is_same_v<Acc, float> && !std::is_same_v<T, __half>;
+
+template <class T>
+__device__ double wide_sum(const T* x, int64_t n) {
+  double sum = 0;
+#pragma unroll 1
+  for (int64_t i = 0; i < n; ++i) sum += static_cast<double>(to_accumulator(x[i]));
+  return sum;
+}
+
 template <class Acc, class T>
 __device__ Acc vector_sum(const Vector<T>& vector) {
   Acc values[Vector<T>::kSize];
@@ -227,6 +240,12 @@ __device__ double strided_sum(const T* x, int64_t n, int lane, int lanes) {
     }
     total += static_cast<double>(tree_sum(sums));
   }
+  if constexpr (kMayOverflow<T, Acc>)
+    if (!isfinite(total)) {
+      total = 0;
+      for (int64_t base = static_cast<int64_t>(lane) * kSize; base < n; base += step)
+        total += wide_sum(x + base, min(static_cast<int64_t>(kSize), n - base));
+    }
   return total;
 }
 
@@ -345,17 +364,19 @@ __global__ void __launch_bounds__(kTileThreads)
         sum = lane_sum<Sum>(tile + begin, plane, lane, lanes);
     }
     sum = group_sum(sum, lanes);
-    if (lane == 0 && p < count) store(first + p, sum);
+    if (lane == 0 && p < count)
+      store(first + p, !kMayOverflow<T> || isfinite(sum) ? sum : wide_sum(tile + skew + p * plane, plane));
   }
 }
 
 // ---- Sums of planes, channels last -------------------------------------------------------------------------------
 
 // Adds up kWidth neighbouring channels over `cells` cells, which the walk goes through. Each channel's loads add up pairwise
-// and their sums in float64, as above.
+// and their sums in float64, as above; float32 from pairs on, or the error of few cells would exceed that of torch.mean.
 template <class Acc, int kWidth, class T, class Walk>
 __device__ void cell_sums(const T* x, Walk walk, int cells, double (&sums)[kWidth]) {
   constexpr int kLoads = kWidth > 1 ? kCellLoads : kScalarCellLoads;
+  constexpr int kTogether = std::is_same_v<T, float> ? 2 : kLoads;
   if constexpr (kWidth == 1) {
     for (; cells > 0; cells -= kLoads) {
       Acc values[kLoads];
@@ -364,7 +385,7 @@ __device__ void cell_sums(const T* x, Walk walk, int cells, double (&sums)[kWidt
         values[u] = u < cells ? to_accumulator(x[walk.offset()]) : Acc(0);
         walk.advance();
       }
-      sums[0] += static_cast<double>(tree_sum(values));
+      add_groups<kTogether>(values, sums[0]);
     }
   } else {
     const bool aligned = is_vector_aligned(x);
@@ -394,9 +415,33 @@ __device__ void cell_sums(const T* x, Walk walk, int cells, double (&sums)[kWidt
           for (int q = 0; q < kHalf; ++q) values[q][u] = unpacked[q];
         }
 #pragma unroll
-        for (int q = 0; q < kHalf; ++q) sums[half * kHalf + q] += static_cast<double>(tree_sum(values[q]));
+        for (int q = 0; q < kHalf; ++q) add_groups<kTogether>(values[q], sums[half * kHalf + q]);
       }
     }
+  }
+}
+
+template <int kWidth>
+__device__ void clear(double (&sums)[kWidth]) {
+#pragma unroll
+  for (int q = 0; q < kWidth; ++q) sums[q] = 0;
+}
+
+template <int kWidth>
+__device__ bool all_finite(const double (&sums)[kWidth]) {
+  bool finite = true;
+#pragma unroll
+  for (int q = 0; q < kWidth; ++q) finite &= isfinite(sums[q]);
+  return finite;
+}
+
+template <int kWidth, class T, class Walk>
+__device__ void wide_cell_sums(const T* x, Walk walk, int64_t cells, double (&sums)[kWidth]) {
+#pragma unroll 1
+  for (; cells > 0; --cells) {
+#pragma unroll
+    for (int q = 0; q < kWidth; ++q) sums[q] += static_cast<double>(to_accumulator(x[walk.offset() + q]));
+    walk.advance();
   }
 }
 
@@ -480,11 +525,15 @@ __global__ void __launch_bounds__(kColumnThreads, Store::kColumnBlocks)
     const Range mine = share(cells.cells(region), chunk, chunks);
     const int row_cells = rows_share(mine.size(), row, rows);
     double sums[kWidth] = {};
-    if (is_column)
-      cell_sums<Accumulator<T>, kWidth>(input + (sample * plane + cells.begin(region)) * channels + channel,
-                                        cells.walk(region, mine.begin + row, rows, channels), row_cells, sums);
+    const T* x = input + (sample * plane + cells.begin(region)) * channels + channel;
+    if (is_column) cell_sums<Accumulator<T>>(x, cells.walk(region, mine.begin + row, rows, channels), row_cells, sums);
     add_rows(sums, shared, row, rows, columns);
     if (is_column && row == 0) {
+      if constexpr (kMayOverflow<T>)
+        if (!all_finite(sums)) {
+          clear(sums);
+          wide_cell_sums(x, cells.walk(region, mine.begin, 1, channels), mine.size(), sums);
+        }
 #pragma unroll
       for (int q = 0; q < kWidth; ++q)
         store(((sample * channels + channel + q) * cells.count() + region) * chunks + chunk, sums[q]);
@@ -533,11 +582,20 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kBoxBlocks)
       for (int64_t first = 0; first < units; first += columns) {
         const int64_t unit = first + thread % columns;
         double sums[kWidth] = {};
-        if (unit < units)
+        if (unit < units) {
+          const auto add = [&](const auto& cells) {
 #pragma unroll 1
-          for (int64_t i0 = range0.begin; i0 < range0.end; ++i0)
-            cell_sums<Accumulator<T>, kWidth>(plane + (i0 * dim1.size + mine.begin + row) * dim2.size + unit * kWidth,
-                                              LineWalk(0, rows, dim2.size), loads, sums);
+            for (int64_t i0 = range0.begin; i0 < range0.end; ++i0)
+              cells(plane + (i0 * dim1.size + mine.begin + row) * dim2.size + unit * kWidth,
+                    LineWalk(0, rows, dim2.size));
+          };
+          add([&](const T* x, const LineWalk& walk) { cell_sums<Accumulator<T>>(x, walk, loads, sums); });
+          if constexpr (kMayOverflow<T>)
+            if (!all_finite(sums)) {
+              clear(sums);
+              add([&](const T* x, const LineWalk& walk) { wide_cell_sums(x, walk, loads, sums); });
+            }
+        }
 #pragma unroll 1
         for (int s = 0; s < dim2.count; ++s) {
           const int begin = place(dim2.cells[s].begin, unit), end = place(dim2.cells[s].end, unit);

@@ -56,10 +56,10 @@ constexpr int64_t kRun = 1024;
 constexpr int kStreams = 4;  // sum_run and add_rows name each
 
 // totals[s] += the sum of n elements from x + s * stride on, for each of kCount streams; in the same order for any kCount.
-template <int kCount, class T>
+template <class Acc, int kCount, class T>
 void add_streams(const T* x, int64_t stride, int64_t n, double* totals) {
-  using V = Lanes<Lane<T>>;
-  constexpr int k = kLanes<Lane<T>>;
+  using V = Lanes<Acc>;
+  constexpr int k = kLanes<Acc>;
   for (int64_t i = 0; i < n;) {
     const int64_t end = i + kRun < n ? i + kRun : n;
     V sums[kCount][2] = {};
@@ -67,10 +67,10 @@ void add_streams(const T* x, int64_t stride, int64_t n, double* totals) {
 #pragma GCC unroll 4
       for (int s = 0; s < kCount; ++s)
 #pragma GCC unroll 4
-        for (int u = 0; u < 4; ++u) sums[s][u % 2] += load_as<Lane<T>>(x + s * stride + i + u * k);
+        for (int u = 0; u < 4; ++u) sums[s][u % 2] += load_as<Acc>(x + s * stride + i + u * k);
     for (; i + k <= end; i += k)
 #pragma GCC unroll 4
-      for (int s = 0; s < kCount; ++s) sums[s][0] += load_as<Lane<T>>(x + s * stride + i);
+      for (int s = 0; s < kCount; ++s) sums[s][0] += load_as<Acc>(x + s * stride + i);
 #pragma GCC unroll 4
     for (int s = 0; s < kCount; ++s) {
       double total = horizontal_sum(sums[s][0] + sums[s][1]);
@@ -81,26 +81,25 @@ void add_streams(const T* x, int64_t stride, int64_t n, double* totals) {
   }
 }
 
-template <class T>
+template <class Acc, class T>
 double sum_run(const T* x, int64_t n) {
   const int64_t quarter = n > kRun ? n / (kStreams * kRun) * kRun : 0;
   double totals[kStreams + 1] = {};
-  add_streams<kStreams>(x, quarter, quarter, totals);
-  add_streams<1>(x + kStreams * quarter, 0, n - kStreams * quarter, totals + kStreams);
+  add_streams<Acc, kStreams>(x, quarter, quarter, totals);
+  add_streams<Acc, 1>(x + kStreams * quarter, 0, n - kStreams * quarter, totals + kStreams);
   return (totals[0] + totals[1]) + (totals[2] + totals[3]) + totals[kStreams];
 }
 
 // sums[j] += sum of x[r, j] over r, x (rows, columns); rows of four places at once.
-template <class T>
+template <class Acc, class T>
 void add_rows(const T* x, int64_t rows, int64_t columns, double* sums) {
-  constexpr int k = kLanes<Lane<T>>;
+  constexpr int k = kLanes<Acc>;
   const int64_t quarter = rows / kStreams, apart = quarter * columns;
   for (int64_t row = 0; row < quarter; ++row) {
     const T *x0 = x + row * columns, *x1 = x0 + apart, *x2 = x1 + apart, *x3 = x2 + apart;
     int64_t j = 0;
     for (; j + k <= columns; j += k)
-      add_to(sums + j, (load_as<Lane<T>>(x0 + j) + load_as<Lane<T>>(x1 + j)) +
-                           (load_as<Lane<T>>(x2 + j) + load_as<Lane<T>>(x3 + j)));
+      add_to(sums + j, (load_as<Acc>(x0 + j) + load_as<Acc>(x1 + j)) + (load_as<Acc>(x2 + j) + load_as<Acc>(x3 + j)));
     for (; j < columns; ++j)
       sums[j] += (static_cast<double>(x0[j]) + static_cast<double>(x1[j])) +
                  (static_cast<double>(x2[j]) + static_cast<double>(x3[j]));
@@ -108,28 +107,28 @@ void add_rows(const T* x, int64_t rows, int64_t columns, double* sums) {
   for (int64_t row = kStreams * quarter; row < rows; ++row) {
     const T* x0 = x + row * columns;
     int64_t j = 0;
-    for (; j + k <= columns; j += k) add_to(sums + j, load_as<Lane<T>>(x0 + j));
+    for (; j + k <= columns; j += k) add_to(sums + j, load_as<Acc>(x0 + j));
     for (; j < columns; ++j) sums[j] += static_cast<double>(x0[j]);
   }
 }
 
 // sums[c] += sum of x[i, c] over i, x (cells, channels). Few channels: several cells make one long row.
-template <class T>
+template <class Acc, class T>
 void add_cells(const T* x, int64_t cells, int64_t channels, double* sums) {
   constexpr int64_t kFew = 64, kFold = 16;
   const int64_t fold = kFold * ((kFold + channels - 1) / channels);
-  if (channels >= kFew || cells < 2 * fold) return add_rows(x, cells, channels, sums);
+  if (channels >= kFew || cells < 2 * fold) return add_rows<Acc>(x, cells, channels, sums);
   double folded[kFold * (kFold + kFew)];
   for (int64_t i = 0; i < fold * channels; ++i) folded[i] = 0;
   const int64_t rows = cells / fold;
-  add_rows(x, rows, fold * channels, folded);
-  add_rows(x + rows * fold * channels, 1, (cells - rows * fold) * channels, folded);
+  add_rows<Acc>(x, rows, fold * channels, folded);
+  add_rows<Acc>(x + rows * fold * channels, 1, (cells - rows * fold) * channels, folded);
   for (int64_t i = 0; i < fold; ++i)
     for (int64_t c = 0; c < channels; ++c) sums[c] += folded[i * channels + c];
 }
 
 // Items [begin, end) of (planes or samples, pieces): sums (item, region, channel).
-template <class T>
+template <class T, class Acc = Lane<T>>
 void sum_pieces(const T* input, const PlaneCut& cut, int64_t begin, int64_t end, double* sums) {
   const int64_t channels = cut.channels, width = cut.sizes[2];
   const int64_t count1 = static_cast<int64_t>(cut.segments[1].size()),
@@ -150,9 +149,9 @@ void sum_pieces(const T* input, const PlaneCut& cut, int64_t begin, int64_t end,
         const int64_t run_begin = from > first ? from : first, run_end = to < last ? to : last;
         if (run_begin >= run_end) continue;
         if (channels == 1)
-          row_sums[s] += sum_run(x + run_begin, run_end - run_begin);
+          row_sums[s] += sum_run<Acc>(x + run_begin, run_end - run_begin);
         else
-          add_cells(x + run_begin * channels, run_end - run_begin, channels, row_sums + s * channels);
+          add_cells<Acc>(x + run_begin * channels, run_end - run_begin, channels, row_sums + s * channels);
       }
     }
   }
@@ -165,12 +164,12 @@ void sum_planes(const T* input, const PlaneCut& cut, int64_t begin, int64_t end,
   const T* x = input + begin * cut.plane;
   for (int64_t i = 0; i < apart; ++i) {
     double totals[kStreams] = {};
-    add_streams<kStreams>(x + i * cut.plane, apart * cut.plane, cut.plane, totals);
+    add_streams<Lane<T>, kStreams>(x + i * cut.plane, apart * cut.plane, cut.plane, totals);
     for (int s = 0; s < kStreams; ++s) sums[i + s * apart] = totals[s];
   }
   for (int64_t i = kStreams * apart; i < count; ++i) {
     sums[i] = 0;
-    add_streams<1>(x + i * cut.plane, 0, cut.plane, sums + i);
+    add_streams<Lane<T>, 1>(x + i * cut.plane, 0, cut.plane, sums + i);
   }
 }
 
@@ -258,13 +257,21 @@ Buffer plane_sums(const Tensor& input, const PlaneCut& cut) {
   Buffer partial = buffer(items * regions * cut.channels);
   const auto kernel = cut.channels == 1 && cut.pieces == 1 && cut.whole() ? FUSED_CPU_SELECT(sum_planes<T>)
                                                                           : FUSED_CPU_SELECT(sum_pieces<T>);
-  torch::stable::parallel_for(
-      0, items, items_per_thread(std::min(cut.piece, cut.plane) * cut.channels),
-      [&](int64_t begin, int64_t end) { kernel(x, cut, begin, end, partial.get() + begin * regions * cut.channels); });
+  const int64_t width = regions * cut.channels;
+  torch::stable::parallel_for(0, items, items_per_thread(std::min(cut.piece, cut.plane) * cut.channels),
+                              [&](int64_t begin, int64_t end) {
+                                kernel(x, cut, begin, end, partial.get() + begin * width);
+                                // Runs in float32 may overflow where the plane's sum does not; those of float16 are too small for that.
+                                if constexpr (std::is_same_v<T, BFloat16>)
+                                  for (int64_t item = begin; item < end; ++item) {
+                                    double* sums = partial.get() + item * width;
+                                    if (!std::all_of(sums, sums + width, [](double sum) { return std::isfinite(sum); }))
+                                      FUSED_CPU_SELECT(sum_pieces<T, double>)(x, cut, item, item + 1, sums);
+                                  }
+                              });
   if (cut.pieces == 1 && (cut.channels == 1 || regions == 1)) return partial;
   Buffer sums = buffer(batch * channels * regions);
   const int64_t outer = batch * channels / std::max<int64_t>(1, cut.channels);  // planes or samples
-  const int64_t width = regions * cut.channels;
   torch::stable::parallel_for(0, outer, items_per_thread(cut.pieces * width), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       double* rows = partial.get() + i * cut.pieces * width;

@@ -30,4 +30,16 @@ __device__ Acc tree_sum(const Acc (&values)[N]) {
   }
 }
 
+// Adds `values` to a sum in float64, `kTogether` of them, combined pairwise, at a time.
+template <int kTogether, int N, class Acc>
+__device__ void add_groups(const Acc (&values)[N], double& sum) {
+#pragma unroll
+  for (int first = 0; first < N; first += kTogether) {
+    Acc group[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) group[i] = values[first + i];
+    sum += static_cast<double>(tree_sum(group));
+  }
+}
+
 }  // namespace fused
