@@ -100,7 +100,11 @@ std::string repr(const Launch& launch) {
               ", shared_memory=", launch.shared_memory, ", programmatic=", launch.programmatic ? "True" : "False", ")");
 }
 
-std::vector<Launch> launches(const Plan& plan) { return {plan.launch, plan.launch + plan.launches}; }
+std::vector<Launch> launches(const Plan& plan) {
+  std::vector<Launch> result;
+  for (int i = 0; i < plan.launches; ++i) result.insert(result.end(), plan.launch[i].times, plan.launch[i]);
+  return result;
+}
 
 std::string repr(const Plan& plan) {
   std::string text;
@@ -187,7 +191,7 @@ PYBIND11_MODULE(_C, m) {
           const auto checked = check_chain<int64_t>(op, logsumexp, input, weight, bias, stride, padding, output_padding,
                                                     groups, dilation, scale, shift);
           return plan_global_avg_pool(global_pool_problem(checked.conv, logsumexp, itemsize(input), channels_last,
-                                                          segment_inputs(op.c_str(), checked.conv)),
+                                                          segment_inputs(checked.conv)),
                                       device);
         });
   m.def("plan_conv_transpose_avg_pool",

@@ -431,16 +431,35 @@ def test_groups(inputs: Inputs, op: str, channels: int, groups: int, per_group: 
     assert torch.equal(torch.cat(alone), ours)
 
 
-def test_many_segments(inputs: Inputs) -> None:
-    """A kernel of 32 with padding 16 makes 33 pieces of a dimension: one more than the CUDA kernels take."""
-    x, w = inputs.input(2, 2, 70), inputs.weight(2, 3, 32)
-    if inputs.device.type == "cuda":
-        with pytest.raises(RuntimeError, match=r"`padding`.*gives 33.*not supported yet"):
-            conv_transpose_global_avg_pool(x, w, padding=16)
-    else:
-        check(A0, x, w, padding=16)
-        check(A, x, w, padding=16)
-    check(A0, x, w, padding=15)
+@pytest.mark.sanitize
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize(
+    ("shape", "kernel", "padding", "launches"),
+    [
+        ((2, 2, 70), (31,), (15,), 1),  # 31 pieces
+        ((2, 4, 70), (32,), (16,), 2),  # 33
+        ((2, 3, 70), (34,), (33,), 3),  # 67
+        ((2, 2, 9, 41), (3, 36), (1, 20), 2),  # 3 pieces, 41
+        ((1, 3, 40, 70), (34, 34), (33, 33), 6),  # 40, 67
+        ((1, 2, 35, 3, 33), (33, 2, 33), (32, 1, 32), 4),  # 35, 3, 33
+    ],
+    ids=str,
+)
+def test_many_segments(
+    inputs: Inputs,
+    layout: str,
+    shape: tuple[int, ...],
+    kernel: tuple[int, ...],
+    padding: tuple[int, ...],
+    launches: int,
+) -> None:
+    """One launch takes up to 32 pieces of a dimension."""
+    x = LAYOUTS[layout](inputs.input(*shape))
+    w = inputs.weight(shape[1], 3, *kernel)
+    sums = "column_sums" if layout == "channels_last" else "box_sums"
+    assert kernels(A0, x, w, padding=padding) == [sums] * launches + ["finish"]
+    check(A0, x, w, padding=padding)
+    check(A, x, w, padding=padding)
 
 
 # ---- precision -----------------------------------------------------------------------------------------------------

@@ -43,9 +43,11 @@ struct SegmentedDim {
   Range cells[kMaxSegments] = {{0, 1}};
   Range taps[kMaxSegments] = {{0, 1}};
 };
-// A plane cut into boxes; leading dimensions of size 1 where there are fewer than three.
+// A plane cut into boxes; leading dimensions of size 1 where there are fewer than three. Those of one launch, which are the
+// regions from number `first` on of `total`.
 struct Regions {
   SegmentedDim dims[kMaxSpatialDims];
+  int64_t first = 0, total = 1;
 
   __host__ __device__ int count() const { return dims[0].count * dims[1].count * dims[2].count; }
   // The segment of each dimension that makes up a region.
@@ -170,7 +172,9 @@ struct TapSums {
     for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < pairs * count;
          i += blocks * blockDim.x) {
       const int64_t j = i % per_group, ci = i / per_group / count;
-      sums[i] = region_taps(ci * per_group + j, static_cast<int>(i / per_group % count), regions);
+      const int region = static_cast<int>(i / per_group % count);
+      sums[(ci * regions.total + regions.first + region) * per_group + j] =
+          region_taps(ci * per_group + j, region, regions);
     }
   }
 };
@@ -468,6 +472,7 @@ __device__ void add_rows(double (&sums)[kWidth], double (&shared)[kWidth][kThrea
 struct WholePlane {
   int64_t size;
   __device__ int count() const { return 1; }
+  __device__ int64_t sum_index(int64_t plane, int) const { return plane; }
   __device__ int64_t cells(int) const { return size; }
   __device__ int64_t begin(int) const { return 0; }
   __device__ LineWalk walk(int, int64_t first, int64_t step, int64_t channels) const { return {first, step, channels}; }
@@ -479,6 +484,9 @@ struct WholePlane {
 struct PlaneRegions {
   Regions regions;
   __device__ int count() const { return regions.count(); }
+  __device__ int64_t sum_index(int64_t plane, int region) const {
+    return plane * regions.total + regions.first + region;
+  }
   __device__ Range range(int d, int region) const {
     int segment[kMaxSpatialDims];
     regions.segments(region, segment);
@@ -536,7 +544,7 @@ __global__ void __launch_bounds__(kColumnThreads, Store::kColumnBlocks)
         }
 #pragma unroll
       for (int q = 0; q < kWidth; ++q)
-        store(((sample * channels + channel + q) * cells.count() + region) * chunks + chunk, sums[q]);
+        store(cells.sum_index(sample * channels + channel + q, region) * chunks + chunk, sums[q]);
     }
   }
 }
@@ -608,7 +616,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kBoxBlocks)
         }
       }
     }
-    const int64_t first_region = plane_index * regions.count() + outer * dim2.count;
+    const int64_t first_region = plane_index * regions.total + regions.first + outer * dim2.count;
     if (alone) {
       __syncwarp();
       if (takes_part && lane < dim2.count) store((first_region + lane) * chunks + chunk, segment_sums[warp][lane]);
@@ -911,21 +919,35 @@ Tensor global_avg_pool_cuda(const Tensor& input) {
   return output;
 }
 
-Regions device_regions(const ConvTranspose<int64_t>& conv, const std::vector<Segmentation>& segments) {
-  Regions regions;
-  for (int d = 0; d < conv.spatial_dims; ++d) {
-    SegmentedDim& dim = regions.dims[kMaxSpatialDims - conv.spatial_dims + d];
-    const std::vector<Range>& cut = segments[d].segments;
-    dim.size = conv.input[d];
-    dim.kernel = conv.kernel[d];
-    dim.count = static_cast<int>(cut.size());
-    for (int i = 0; i < dim.count; ++i) {
-      dim.cells[i] = cut[i];
-      // All cells of a segment meet the same taps, so its first one stands for it.
-      dim.taps[i] = input_tap_range(conv_dim(conv, d), cut[i].begin);
+// The regions of a plane, by launches: each takes a run of at most kMaxSegments segments of every dimension.
+std::vector<Regions> device_regions(const ConvTranspose<int64_t>& conv, const std::vector<Segmentation>& segments,
+                                    const GlobalPoolProblem& problem) {
+  std::vector<Regions> parts;
+  int64_t next = 0;
+  for (int64_t part = 0; part < problem.parts; ++part) {
+    Regions regions;
+    int64_t rest = part;
+    for (int d = 0; d < conv.spatial_dims; ++d) {
+      SegmentedDim& dim = regions.dims[kMaxSpatialDims - conv.spatial_dims + d];
+      const std::vector<Range>& cut = segments[d].segments;
+      const auto count = static_cast<int64_t>(cut.size());
+      const int64_t runs = std::max<int64_t>(1, ceil_div(count, kMaxSegments)), begin = rest % runs * kMaxSegments;
+      rest /= runs;
+      dim.size = conv.input[d];
+      dim.kernel = conv.kernel[d];
+      dim.count = static_cast<int>(std::min<int64_t>(kMaxSegments, count - begin));
+      for (int i = 0; i < dim.count; ++i) {
+        dim.cells[i] = cut[begin + i];
+        // All cells of a segment meet the same taps, so its first one stands for it.
+        dim.taps[i] = input_tap_range(conv_dim(conv, d), cut[begin + i].begin);
+      }
     }
+    regions.first = next;
+    regions.total = problem.regions;
+    next += regions.count();
+    parts.push_back(regions);
   }
-  return regions;
+  return parts;
 }
 
 Tensor run_chain(const char* op, bool logsumexp, const Tensor& input, const Tensor& weight, const MaybeTensor& bias,
@@ -935,8 +957,7 @@ Tensor run_chain(const char* op, bool logsumexp, const Tensor& input, const Tens
       op, logsumexp, info(input), info(weight), MaybeInfo(bias).get(), stride, padding, output_padding, groups,
       dilation, MaybeInfo(scale).get(), MaybeInfo(shift).get());
   const auto& conv = checked.conv;
-  const std::vector<Segmentation> segments = segment_inputs(op, conv);
-  const Regions regions = device_regions(conv, segments);
+  const std::vector<Segmentation> segments = segment_inputs(conv);
   const CudaContext cuda(op, input);
   Tensor output = empty(checked.output, input.scalar_type(), input);
   const bool channels_last = is_only_channels_last(input);  // read in place, as contiguous is; others are copied
@@ -976,15 +997,17 @@ Tensor run_chain(const char* op, bool logsumexp, const Tensor& input, const Tens
     const Tensor workspace = empty_bytes(plan.workspace, input);
     auto* sums = static_cast<double*>(workspace.mutable_data_ptr());
     taps.sums = sums + problem.batch * problem.channels * problem.regions * plan.chunks;
-    if (channels_last && problem.boxes)
-      launch_column_sums(cuda, plan, problem, data, PlaneRegions{regions}, PartialSum{sums}, taps);
-    else if (channels_last)
-      launch_column_sums(cuda, plan, problem, data, WholePlane{problem.plane}, PartialSum{sums}, taps);
-    else if (problem.boxes)
-      cuda.launch(plan.launch[0], plan.width > 1 ? box_sums<T, Vector<T>::kSize> : box_sums<T, 1>, data,
-                  problem.batch * problem.channels, plan.chunks, plan.warps, regions, PartialSum{sums}, taps);
-    else
-      launch_plane_sums(cuda, plan, problem, data, PartialSum{sums}, taps);
+    for (const Regions& regions : device_regions(conv, segments, problem)) {
+      if (channels_last && problem.boxes)
+        launch_column_sums(cuda, plan, problem, data, PlaneRegions{regions}, PartialSum{sums}, taps);
+      else if (channels_last)
+        launch_column_sums(cuda, plan, problem, data, WholePlane{problem.plane}, PartialSum{sums}, taps);
+      else if (problem.boxes)
+        cuda.launch(plan.launch[0], plan.width > 1 ? box_sums<T, Vector<T>::kSize> : box_sums<T, 1>, data,
+                    problem.batch * problem.channels, plan.chunks, plan.warps, regions, PartialSum{sums}, taps);
+      else
+        launch_plane_sums(cuda, plan, problem, data, PartialSum{sums}, taps);
+    }
     cuda.launch(plan.launch[1], logsumexp ? finish<T, true> : finish<T, false>, sums, taps.sums, plan.chunks,
                 plan.column_blocks, channels);
   });

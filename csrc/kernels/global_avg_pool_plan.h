@@ -9,6 +9,9 @@
 
 namespace fused {
 
+// Per dimension, what one launch of a CUDA kernel takes as an argument. More segments take more launches.
+inline constexpr int kMaxSegments = 32;
+
 struct GlobalPoolProblem {
   int64_t batch = 0;
   int64_t channels = 0;
@@ -18,6 +21,7 @@ struct GlobalPoolProblem {
   // Where not all cells of the plane meet all taps, the sums are taken per region: a grid of boxes.
   bool boxes = false;
   int64_t regions = 1;
+  int64_t parts = 1;       // launches that sum them
   int64_t row_length = 0;  // innermost spatial size
   // Only the transposed convolutions have these.
   bool chain = false;
@@ -47,7 +51,9 @@ inline GlobalPoolProblem global_pool_problem(const ConvTranspose<int64_t>& conv,
   sizes.insert(sizes.end(), conv.input.begin(), conv.input.end());
   GlobalPoolProblem problem = global_pool_problem(sizes, itemsize, channels_last);
   for (int d = 0; d < conv.spatial_dims; ++d) {
-    problem.regions *= static_cast<int64_t>(segments[d].segments.size());
+    const auto count = static_cast<int64_t>(segments[d].segments.size());
+    problem.regions *= count;
+    problem.parts *= std::max<int64_t>(1, ceil_div(count, kMaxSegments));
     // Unless there is one region, the whole plane, that every tap meets.
     const std::vector<Range>& runs = segments[d].tap_range;
     if (segments[d].segments != std::vector<Range>{{0, conv.input[d]}} ||
@@ -62,17 +68,9 @@ inline GlobalPoolProblem global_pool_problem(const ConvTranspose<int64_t>& conv,
   return problem;
 }
 
-// What the CUDA kernels take as an argument.
-inline constexpr int kMaxSegments = 32;
-
-inline std::vector<Segmentation> segment_inputs(const char* op, const ConvTranspose<int64_t>& conv) {
+inline std::vector<Segmentation> segment_inputs(const ConvTranspose<int64_t>& conv) {
   std::vector<Segmentation> result;
-  for (int d = 0; d < conv.spatial_dims; ++d) {
-    result.push_back(segment_input(conv_dim(conv, d)));
-    if (result.back().segments.size() > kMaxSegments)
-      fail(op, "expected `padding` to cut the input into at most ", kMaxSegments, " pieces per dimension, but ",
-           show(conv.padding), " gives ", result.back().segments.size(), ", which is not supported yet");
-  }
+  for (int d = 0; d < conv.spatial_dims; ++d) result.push_back(segment_input(conv_dim(conv, d)));
   return result;
 }
 
@@ -156,7 +154,9 @@ inline GlobalPoolPlan plan_global_avg_pool(const GlobalPoolProblem& problem, con
     return plan;
   }
 
-  if (problem.chain) plan.tap_blocks = ceil_div(pairs * problem.regions * (problem.taps >= kManyTaps ? 8 : 1), 256);
+  if (problem.chain)
+    plan.tap_blocks =
+        ceil_div(pairs * ceil_div(problem.regions, problem.parts) * (problem.taps >= kManyTaps ? 8 : 1), 256);
   const int vector = 16 / problem.itemsize;
   if (problem.channels_last) {
     plan.variant = "columns of channels";
@@ -207,6 +207,7 @@ inline GlobalPoolPlan plan_global_avg_pool(const GlobalPoolProblem& problem, con
     const int per_block = std::max(1, 8 / plan.warps);  // chunks
     plan.add("chunk_sums", plan.tap_blocks + ceil_div(planes * plan.chunks, per_block), plan.warps * per_block * 32);
   }
+  plan.launch[0].times = problem.parts;
   const bool programmatic = device.compute_capability >= 90;
   if (problem.chain) {
     plan.workspace = (planes * problem.regions * plan.chunks + pairs * problem.regions) * 8;

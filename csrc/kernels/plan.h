@@ -19,6 +19,7 @@ struct Launch {
   int block = 0;
   int64_t shared_memory = 0;  // dynamic, bytes
   bool programmatic = false;  // may start before the previous launch has ended (programmatic dependent launch)
+  int64_t times = 1;          // one behind the other
 };
 
 // The product of counts, none negative. It stops at kMaxCount, far beyond what can run; two of them add up in 64 bits.
