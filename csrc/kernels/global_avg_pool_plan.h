@@ -90,13 +90,13 @@ struct GlobalPoolPlan : Plan {
   int64_t column_blocks = 1;   // finishing blocks per sample
 };
 
-inline constexpr int64_t kWarpBytes = 4096;       // what a warp takes of a chunk
-inline constexpr int kMaxWarps = 8;               // per chunk
+inline constexpr int64_t kWarpBytes = 4096;       // what a warp takes of a chunk: eight loads of 16 bytes a lane
+inline constexpr int kMaxWarps = 8;               // per chunk, and the warps of a block
 inline constexpr int64_t kMaxChunks = 1024;       // partial sums per plane that a finishing block has to add up
 inline constexpr int64_t kTilePlaneBytes = 2048;  // below this a warp cannot fill its loads from one plane
 inline constexpr int64_t kTileBytes = 24576;      // staged in shared memory: nine blocks fit a multiprocessor of H200
 inline constexpr int kTileThreads = 128;
-inline constexpr int64_t kBoxBytes = 65536;
+inline constexpr int64_t kBoxBytes = 65536;  // of a plane per chunk: two rounds of a block's loads
 inline constexpr int kBoxBlocks = 2;    // per multiprocessor, which the registers allow
 inline constexpr int kChunksAhead = 8;  // partial sums that a lane of a finishing block has in flight
 
@@ -106,7 +106,7 @@ inline constexpr int kCellLoads = 8;         // in flight per thread, of 16 byte
 inline constexpr int kScalarCellLoads = 16;  // of one element
 inline constexpr int kMaxColumns = 64;       // H200, (256, 2048, 7, 7) float32: with 32 it takes 13% longer
 inline constexpr int kMaxScalarColumns = 128;
-inline constexpr int64_t kThreadLoads = 32;  // per chunk
+inline constexpr int64_t kThreadLoads = 32;  // per chunk: four rounds of kCellLoads
 // Up to this many, one block of 16 columns takes a plane's cells whole, which saves the second launch.
 inline constexpr int64_t kMostThreadLoads = 64;
 inline constexpr int kNarrowColumns = 16;
