@@ -29,12 +29,13 @@ def _needs_grad(module: nn.Module, input: Tensor) -> bool:
 
 def _is_differentiated(tensor: Tensor) -> bool:
     """Whether the tensor, or what transforms of torch.func wrap in it, has a tangent or needs a gradient."""
+    in_forward_mode = forward_ad._current_level >= 0
     while True:
         if torch.is_grad_enabled() and tensor.requires_grad:
             return True
-        if not torch._C._functorch.is_batchedtensor(tensor):  # for which torch cannot tell
-            if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
-                return True
+        can_tell = in_forward_mode and not torch._C._functorch.is_batchedtensor(tensor)
+        if can_tell and forward_ad.unpack_dual(tensor).tangent is not None:
+            return True
         if not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return False
         tensor = torch._C._functorch.get_unwrapped(tensor)

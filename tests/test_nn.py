@@ -516,7 +516,9 @@ def test_example_of_a_plain_call() -> None:
         runpy.run_path(sys.argv[1])
     """
     said = run_python(code, str(Path(__file__).parent.parent / "examples" / "torch_op.py"))
-    difference, compiled = (float(re.search(rf"^{name}: +(\S+)$", said, re.M)[1]) for name in ("difference", "compiled"))
+    difference, compiled = (
+        float(re.search(rf"^{name}: +(\S+)$", said, re.M)[1]) for name in ("difference", "compiled")
+    )
     assert difference < 1e-3 and compiled == 0 and "Plan(variant=" in said  # of values up to 124
 
 
