@@ -341,7 +341,8 @@ def _check(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
 def _fake(op: str) -> None:
     @torch.library.register_fake(f"fused::{op}")
     def _(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        output = input.new_empty(_check(op, (input, *args), kwargs))
+        sizes = _check(op, (input, *args), kwargs)  # which also sees to it that there is an input
+        output = input.new_empty(sizes)
         if op == "conv_transpose_avg_pool" and _is_channels_last(input):
             return output.to(memory_format=_CHANNELS_LAST[input.dim()])
         return output
