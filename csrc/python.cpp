@@ -49,18 +49,16 @@ class Info {
  public:
   explicit Info(const PyTensor& tensor) {
     if (!tensor) return;
-    TensorInfo<Int> info;
-    for (const py::object& size : std::get<0>(*tensor)) info.sizes.push_back(from_python<Int>(size));
-    info.dtype = std::get<1>(*tensor);
-    info.device = std::get<2>(*tensor);
-    info.is_cpu = info.device == "cpu";
-    info_ = std::move(info);
+    for (const py::object& size : std::get<0>(*tensor)) info_.sizes.push_back(from_python<Int>(size));
+    info_.dtype = std::get<1>(*tensor);
+    info_.device = std::get<2>(*tensor);
+    info_.is_cpu = info_.device == "cpu";
   }
-  const TensorInfo<Int>* get() const { return info_ ? &*info_ : nullptr; }
-  const TensorInfo<Int>& operator*() const { return *info_; }
+  const TensorInfo<Int>* get() const { return info_.dtype.empty() ? nullptr : &info_; }
+  const TensorInfo<Int>& operator*() const { return info_; }
 
  private:
-  std::optional<TensorInfo<Int>> info_;
+  TensorInfo<Int> info_;
 };
 
 std::vector<py::object> to_python(const std::vector<PyInt>& values) {

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from fused_kernels import ops, reference
 
@@ -17,7 +18,27 @@ Size = int | tuple[int, ...]
 
 
 def _needs_grad(module: nn.Module, input: Tensor) -> bool:
-    return torch.is_grad_enabled() and (input.requires_grad or any(p.requires_grad for p in module.parameters()))
+    if torch.is_grad_enabled() and (input.requires_grad or any(p.requires_grad for p in module.parameters())):
+        return True
+    if torch.compiler.is_dynamo_compiling():
+        return False  # it cannot trace what follows; where that would have been true, the op raises
+    if forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active():
+        return False
+    return any(map(_is_differentiated, (input, *module.parameters())))
+
+
+def _is_differentiated(tensor: Tensor) -> bool:
+    """Whether the tensor, or what transforms of torch.func wrap in it, has a tangent or needs a gradient."""
+    in_forward_mode = forward_ad._current_level >= 0
+    while True:
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            return True
+        can_tell = in_forward_mode and not torch._C._functorch.is_batchedtensor(tensor)
+        if can_tell and forward_ad.unpack_dual(tensor).tangent is not None:
+            return True
+        if not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return False
+        tensor = torch._C._functorch.get_unwrapped(tensor)
 
 
 class ConvTranspose2dGlobalAvgPoolLogSumExp(nn.Module):

@@ -45,6 +45,14 @@ def _tensor(factor: Factor, op: str, name: str) -> Tensor | None:
         raise TypeError(f"fused::{op}: expected `{name}` to be a real number or a Tensor, but got {factor!r}") from None
 
 
+def _refuse_tensor(out_scale: Any) -> None:
+    """torch would make a number of it, and lose its gradient."""
+    if isinstance(out_scale, Tensor):
+        raise TypeError(
+            "fused::conv_transpose_global_avg_pool_logsumexp: expected `out_scale` to be a number, but got a Tensor"
+        )
+
+
 def _list(size: Size) -> list[int]:
     # Sequence comes last, since it takes the longest.
     return [size] if isinstance(size, int) or not isinstance(size, (list, tuple, Sequence)) else list(size)
@@ -191,10 +199,7 @@ def conv_transpose_global_avg_pool_logsumexp(
         >>> fused_kernels.conv_transpose_global_avg_pool_logsumexp(x, weight, out_scale=10.0)[0]  # 10 * log(8)
         tensor([20.7944])
     """
-    if isinstance(out_scale, Tensor):
-        raise TypeError(
-            "fused::conv_transpose_global_avg_pool_logsumexp: expected `out_scale` to be a number, but got a Tensor"
-        )
+    _refuse_tensor(out_scale)
     name = "conv_transpose_global_avg_pool_logsumexp"
     scale, shift = _tensor(scale, name, "scale"), _tensor(shift, name, "shift")
     op, guard = _enter(_OPS.conv_transpose_global_avg_pool_logsumexp.default, (input, weight, bias, scale, shift))
@@ -336,7 +341,8 @@ def _check(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
 def _fake(op: str) -> None:
     @torch.library.register_fake(f"fused::{op}")
     def _(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        output = input.new_empty(_check(op, (input, *args), kwargs))
+        sizes = _check(op, (input, *args), kwargs)  # which also sees to it that there is an input
+        output = input.new_empty(sizes)
         if op == "conv_transpose_avg_pool" and _is_channels_last(input):
             return output.to(memory_format=_CHANNELS_LAST[input.dim()])
         return output
@@ -428,6 +434,7 @@ def _autograd_matters(args: tuple[Any, ...]) -> bool:
 
 
 def _skipping_autograd(op: Any, /, *args: Any, **kwargs: Any) -> Any:
+    _refuse_tensor(kwargs.get("out_scale"))
     if _autograd_matters((*args, *kwargs.values())):
         return op._op(*args, **kwargs)
     with torch._C._AutoDispatchBelowAutograd():

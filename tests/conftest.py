@@ -256,7 +256,7 @@ def factor(draw: st.DrawFn, inputs: Inputs, channels: int, dims: int, dtype: tor
     if form == "none":
         return None
     if form == "number":
-        return draw(st.sampled_from([0.5, -1.75, 10.0]))
+        return draw(st.sampled_from([0.7, -1.75, 10.0]))
     if form == "0-d on the CPU":
         return inputs.channels(dtype=draw(st.sampled_from([dtype, torch.float64]))).cpu()
     return inputs.channels(*shapes[form], dtype=dtype)

@@ -418,6 +418,32 @@ def test_intermediate_beyond_half_stays_finite(device: torch.device, dtype: torc
     check(B, x, w.repeat(1, 8, 1), padding=1, against_eager=False)
 
 
+@pytest.mark.parametrize("large", ["weight", "input"])
+@pytest.mark.parametrize(
+    ("dtype", "rows", "kwargs", "kernel"),
+    [
+        (f32, 5, {"stride": 2, "padding": 1}, "staged_conv"),
+        (bf16, 5, {"stride": 2, "padding": 1}, "staged_conv"),
+        (f32, 20, {"padding": 1}, "implicit_gemm"),
+        (bf16, 20, {"padding": 1}, "implicit_gemm"),
+        (f32, 1, {"padding": 1, "groups": 6}, "column_conv"),
+        (f32, 3, {"dilation": 3, "groups": 2}, "direct_conv"),
+    ],
+    ids=str,
+)
+def test_taps_beyond_float32(
+    inputs: Inputs, dtype: torch.dtype, rows: int, kwargs: dict[str, int], kernel: str, large: str
+) -> None:
+    """Their sums overflow, while every output of the convolution is small; and inputs that all are near the largest."""
+    x = inputs.input(2, 6, 3, 9, 8, dtype=f64, positive=True)
+    w = inputs.weight(6, rows, 3, 3, 3, dtype=f64, positive=True)
+    for values in (x, w):
+        values.clamp_(0.25, 1).mul_(torch.finfo(dtype).max if (values is w) == (large == "weight") else 1e-4)
+    x, w = x.to(dtype), w.to(dtype)
+    assert launched(B, {"input": x, "weight": w, **kwargs}).endswith(kernel)
+    assert check(B, x, w, **kwargs, against_eager=False).isfinite().all()
+
+
 # ---- sizes ---------------------------------------------------------------------------------------------------------
 
 

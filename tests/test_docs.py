@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import inspect
 import pydoc
+import re
 import types
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import fused_kernels
-from fused_kernels import _library, nn, ops, reference
+from fused_kernels import _C, _library, nn, ops, reference
 
 
 def test_all_is_the_api() -> None:
@@ -36,6 +40,30 @@ def test_all_is_the_api() -> None:
             and not name.startswith("_")
         }
         assert defined == set(module.__all__)
+
+
+def test_stubs_are_of_what_there_is() -> None:
+    """The functions and classes in _C.pyi are those of the binary, and so are members and numbers of arguments."""
+
+    def public(names: Iterable[str]) -> set[str]:
+        return {name for name in names if not name.startswith("_")}
+
+    stubs = {
+        node.name: node
+        for node in ast.parse(Path(_C.__file__).with_name("_C.pyi").read_text()).body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    }
+    assert set(stubs) == public(vars(_C))
+    for name, node in stubs.items():
+        if isinstance(node, ast.ClassDef):
+            members = {part.target.id for part in node.body if isinstance(part, ast.AnnAssign)}
+            members |= {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+            assert public(members) == public(vars(getattr(_C, name))), name
+        else:
+            said = getattr(_C, name).__doc__.partition(" -> ")[0]
+            taken = [*node.args.posonlyargs, *node.args.args]
+            if node.args.vararg is None:
+                assert len(re.findall(r"\w+: ", said)) == len(taken), name
 
 
 PUBLIC: dict[str, Any] = {

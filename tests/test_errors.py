@@ -82,6 +82,7 @@ TABLE: list[Entry] = [
     ((G, *CONV), {"input": tensor(2, 4, 6, 5, dtype=torch.bool)}, DTYPE + "bool", True),
     ((G, A0), {"input": tensor(2, 4, 6, 5, dtype=c64)}, DTYPE + "complex64", False),
     # weight
+    (CONV, {"weight": None}, "expected `weight` to be a Tensor, but got None", True),
     (CONV, {"weight": tensor(4, 6, 3)}, WEIGHT_RANK + "[4, 6, 3]", True),
     (CONV, {"weight": tensor(4, 6, 3, 2, 1)}, WEIGHT_RANK + "[4, 6, 3, 2, 1]", True),
     (CONV, {"weight": tensor(5, 6, 3, 2)}, CHANNELS.format(5, [2, 4, 6, 5], [5, 6, 3, 2]), True),
@@ -215,7 +216,7 @@ def test_invalid_arguments(
         assert message_of(wrapper, arguments_of(op, changes, "meta")) == message
     assert message_of(lambda **arguments: fused_kernels.plan(op, **arguments), arguments) == message
     if eager_refuses:
-        with pytest.raises((RuntimeError, NotImplementedError)):
+        with pytest.raises((RuntimeError, TypeError)):
             getattr(reference, op)(**arguments_of(op, changes, "cpu"))
     # A valid call afterwards is none the worse for it.
     valid = arguments_of(op, {}, device)
@@ -268,6 +269,16 @@ def test_mixed_devices(op: str, name: str) -> None:
     with pytest.raises(RuntimeError) as caught:
         compiled(arguments)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("op", CONV)
+def test_input_is_a_tensor(device: torch.device, op: str) -> None:
+    arguments = arguments_of(op, {"input": None}, device)
+    with FakeTensorMode() as mode:
+        fakes = {n: mode.from_tensor(v) if isinstance(v, Tensor) else v for n, v in arguments.items()}
+    for called in (arguments, fakes, arguments_of(op, {"input": None}, "meta")):
+        for function in (getattr(torch.ops.fused, op), getattr(fused_kernels, op)):
+            assert message_of(function, called) == f"fused::{op}: expected `input` to be a Tensor, but got None"
 
 
 def test_plan_names_the_ops() -> None:

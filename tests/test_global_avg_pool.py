@@ -637,5 +637,8 @@ def test_outputs_of_more_than_64_bits(inputs: Inputs, shape: Any, weight: Any, a
 def test_out_scale_is_a_number(inputs: Inputs) -> None:
     """A parameter's gradient would be lost."""
     x, w = inputs.input(2, 3, 4, 4), inputs.weight(3, 5, 3, 3)
-    with pytest.raises(TypeError, match="expected `out_scale` to be a number"):
-        fused_kernels.conv_transpose_global_avg_pool_logsumexp(x, w, out_scale=torch.ones((), requires_grad=True))  # type: ignore[arg-type]
+    packet = torch.ops.fused.conv_transpose_global_avg_pool_logsumexp
+    for door in (fused_kernels.conv_transpose_global_avg_pool_logsumexp, packet, packet.default):
+        for out_scale in (torch.ones(()), torch.ones((), requires_grad=True)):
+            with pytest.raises(TypeError, match="logsumexp: expected `out_scale` to be a number, but got a Tensor"):
+                door(x, w, out_scale=out_scale)  # type: ignore[arg-type]

@@ -5,16 +5,20 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Inputs, Log
+from conftest import Inputs, Log, run_python
 from tolerances import assert_close
 from torch import Tensor, nn
 from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves
 
 import fused_kernels.nn
 
@@ -244,6 +248,66 @@ def test_takes_the_fused_path_when_no_gradient_is_needed(inputs: Inputs, model: 
     assert ops(x) == []
 
 
+# Of the sum of what the module gives for some parameters and two inputs.
+DERIVATIVES: dict[str, Callable[[Any, Any, Tensor], Any]] = {
+    "jvp": lambda run, state, x: torch.func.jvp(lambda x: run(state, x), (x,), (x + 1,))[1],
+    "jvp of a parameter": lambda run, state, x: torch.func.jvp(
+        lambda bias: run(state | {"bias": bias}, x), (state["bias"],), (torch.ones_like(state["bias"]),)
+    )[1],
+    "grad": lambda run, state, x: torch.func.grad(run, 1)(state, x),
+    "grad of vmap": lambda run, state, x: torch.func.grad(lambda x: torch.vmap(run, (None, 0))(state, x).sum())(x),
+    "grad of vmap over parameters": lambda run, state, x: torch.func.grad(
+        lambda state: torch.vmap(run, (0, None))(state, x).sum()
+    )({name: torch.stack([value, 2 * value]) for name, value in state.items()}),
+    "vmap of grad": lambda run, state, x: torch.vmap(torch.func.grad(run), (None, 0))(state, x),
+    "jvp of vmap": lambda run, state, x: torch.func.jvp(lambda x: torch.vmap(run, (None, 0))(state, x), (x,), (x + 1,)),
+    "vmap of jvp": lambda run, state, x: torch.vmap(lambda x: torch.func.jvp(lambda x: run(state, x), (x,), (x,)))(x),
+    "backward of vmap": lambda run, state, x: torch.autograd.grad(
+        torch.vmap(run, (None, 0))(state, x.requires_grad_()).sum(), x
+    ),
+}
+
+
+@both_models
+@pytest.mark.parametrize("kind", DERIVATIVES)
+def test_derivatives_of_torch_func(inputs: Inputs, model: str, kind: str) -> None:
+    """Of a module without gradients of its own too: whatever wraps the tensors, the composition is what runs."""
+    modules = [module.to(inputs.device).requires_grad_(False) for module in make(model)]
+    shape = MODELS[model][3]
+    x = inputs.input(2, *shape[1:])
+    derivatives = []
+    for module in modules:
+
+        def run(state: Any, x: Tensor, module: nn.Module = module) -> Tensor:
+            x = x.reshape(-1, *shape[1:])
+            result: Tensor = torch.func.functional_call(module, state, (x,)).sum()
+            return result
+
+        state = {name: value.clone() for name, value in module.state_dict().items()}
+        derivatives.append(DERIVATIVES[kind](run, state, x.clone()))
+    for ours, expected in zip(*map(tree_leaves, derivatives), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+@both_models
+def test_dual_numbers(inputs: Inputs, model: str) -> None:
+    """no_grad is about backward only. Within forward mode what has no tangent takes the fused op."""
+    plain, ours = (module.to(inputs.device) for module in make(model))
+    x = inputs.input(*MODELS[model][3])
+    with torch.no_grad(), torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x + 1)
+        tangents = [torch.autograd.forward_ad.unpack_dual(module(dual)).tangent for module in (plain, ours)]
+        torch.testing.assert_close(*tangents)
+        outputs_agree(model, plain, ours, x)
+
+
+def test_vmap_without_derivatives_is_fused(inputs: Inputs) -> None:
+    ours = make("B")[1].to(inputs.device).requires_grad_(False)
+    with Log() as log:
+        torch.vmap(ours)(inputs.input(3, *MODELS["B"][3]))
+    assert log.fused == [MODELS["B"][-1]]
+
+
 def saved(module: nn.Module) -> nn.Module:
     buffer = io.BytesIO()
     torch.save(module, buffer)
@@ -425,6 +489,37 @@ def test_compiled_module_trains(inputs: Inputs, model: str) -> None:
         module(x).square().mean().backward()
     for expected, parameter in zip(plain.parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, expected.grad)
+
+
+EXAMPLES = {"A": "global_avg_pool_logsumexp.py", "B": "avg_pool.py"}
+
+
+@both_models
+def test_examples_are_drop_ins(inputs: Inputs, model: str) -> None:
+    """KernelBench makes ModelNew as it makes its Model, from the same seed and arguments, and compares outputs."""
+    example = runpy.run_path(str(Path(__file__).parent.parent / "examples" / EXAMPLES[model]))
+    arguments = example["get_init_inputs"]()
+    made = []
+    for kind in (MODELS[model][0], example["ModelNew"]):
+        torch.manual_seed(0)
+        made.append(kind(*arguments).to(inputs.device))
+    x = inputs.input(2, example["in_channels"], *(9, 12, 11)[: 2 if model == "A" else 3])
+    outputs_agree(model, *made, x)
+
+
+def test_example_of_a_plain_call() -> None:
+    """But for Inductor, which takes long."""
+    code = """
+        import functools, runpy, sys, torch
+        torch.compile = functools.partial(torch.compile, backend="aot_eager")
+        torch.backends.cudnn.allow_tf32 = False
+        runpy.run_path(sys.argv[1])
+    """
+    said = run_python(code, str(Path(__file__).parent.parent / "examples" / "torch_op.py"))
+    difference, compiled = (
+        float(re.search(rf"^{name}: +(\S+)$", said, re.M)[1]) for name in ("difference", "compiled")
+    )
+    assert difference < 1e-3 and compiled == 0 and "Plan(variant=" in said  # of values up to 124
 
 
 def test_representation() -> None:

@@ -17,7 +17,7 @@ namespace fused {
 template <class Int>
 struct TensorInfo {
   std::vector<Int> sizes;
-  std::string dtype;   // as torch names it, without the prefix: "float32"
+  std::string dtype;   // as torch names it, without the prefix: "float32"; empty where None stands for the tensor
   std::string device;  // "cpu", "cuda:0"
   bool is_cpu = true;
 };
@@ -72,7 +72,13 @@ ConvDim conv_dim(const ConvTranspose<Int>& conv, int d) {
 }
 
 template <class Int>
+void check_is_tensor(const char* op, const char* name, const TensorInfo<Int>& tensor) {
+  if (tensor.dtype.empty()) fail(op, "expected `", name, "` to be a Tensor, but got None");
+}
+
+template <class Int>
 void check_input(const char* op, const TensorInfo<Int>& input) {
+  check_is_tensor(op, "input", input);
   if (input.sizes.size() < 3 || input.sizes.size() > 2 + kMaxSpatialDims)
     fail(op, "expected `input` to have 3 to 5 dimensions (N, C, and 1 to 3 spatial ones), but got shape ",
          show(input.sizes));
@@ -108,6 +114,7 @@ ConvTranspose<Int> check_conv_transpose(const char* op, const TensorInfo<Int>& i
                                         const std::vector<int64_t>& padding, const std::vector<int64_t>& output_padding,
                                         int64_t groups, const std::vector<int64_t>& dilation) {
   check_input(op, input);
+  check_is_tensor(op, "weight", weight);
   check_same_kind(op, "weight", weight, input);
   ConvTranspose<Int> conv;
   conv.spatial_dims = static_cast<int>(input.sizes.size()) - 2;

@@ -563,7 +563,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kBoxBlocks)
   allow_next_launch();
   if (taps.is_mine()) return taps.run(regions);
   __shared__ double segment_sums[kMaxWarps][kMaxSegments];
-  const auto& [dim0, dim1, dim2] = regions.dims;
+  // No structured binding: C++17 lets no lambda capture one.
+  const SegmentedDim &dim0 = regions.dims[0], &dim1 = regions.dims[1], &dim2 = regions.dims[2];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, per_block = blockDim.x / 32 / warps;
   const int first_warp = warp / warps * warps;  // of those with the same item
   const int64_t item = (blockIdx.x - taps.blocks) * per_block + warp / warps;

@@ -56,6 +56,7 @@ inline std::string dtype_name(const Tensor& tensor) {
 }
 
 inline TensorInfo<int64_t> info(const Tensor& tensor) {
+  if (!tensor.defined()) return {};  // what torch's dispatcher makes of None
   const auto sizes = tensor.sizes();
   const bool is_cpu = tensor.is_cpu();
   return {{sizes.begin(), sizes.end()},
