@@ -116,9 +116,10 @@ def test_modes(inputs: Inputs, mode: str, layout: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_modes_with_dynamic_sizes(inputs: Inputs, mode: str) -> None:
+@pytest.mark.parametrize(("mode", "layout"), [*((mode, "contiguous") for mode in MODES), (MODES[0], "channels_last")])
+def test_modes_with_dynamic_sizes(inputs: Inputs, mode: str, layout: str) -> None:
     op, arguments = make("B, staged", inputs)
+    arguments["input"] = LAYOUTS[layout](arguments["input"])
 
     def run(arguments: Arguments) -> Tensor:
         pooled = op(**arguments).relu()

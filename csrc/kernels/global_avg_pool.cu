@@ -425,28 +425,28 @@ __device__ void cell_sums(const T* x, Walk walk, int cells, double (&sums)[kWidt
   }
 }
 
-template <int kWidth>
-__device__ void clear(double (&sums)[kWidth]) {
-#pragma unroll
-  for (int q = 0; q < kWidth; ++q) sums[q] = 0;
-}
-
-template <int kWidth>
-__device__ bool all_finite(const double (&sums)[kWidth]) {
-  bool finite = true;
-#pragma unroll
-  for (int q = 0; q < kWidth; ++q) finite &= isfinite(sums[q]);
-  return finite;
-}
-
+// A function of its own, or its registers would count beside those of the loads in cell_sums.
 template <int kWidth, class T, class Walk>
-__device__ void wide_cell_sums(const T* x, Walk walk, int64_t cells, double (&sums)[kWidth]) {
+__device__ __noinline__ void wide_cell_sums(const T* x, Walk walk, int cells, double (&sums)[kWidth]) {
 #pragma unroll 1
   for (; cells > 0; --cells) {
 #pragma unroll
     for (int q = 0; q < kWidth; ++q) sums[q] += static_cast<double>(to_accumulator(x[walk.offset() + q]));
     walk.advance();
   }
+}
+
+// Where a sum is not finite, all are what `sum_again` makes of them.
+template <int kWidth, class SumAgain>
+__device__ void replace_infinite(double (&sums)[kWidth], const SumAgain& sum_again) {
+  bool finite = true;
+#pragma unroll
+  for (int q = 0; q < kWidth; ++q) finite &= isfinite(sums[q]);
+  if (finite) return;
+  double again[kWidth] = {};
+  sum_again(again);
+#pragma unroll
+  for (int q = 0; q < kWidth; ++q) sums[q] = again[q];
 }
 
 // The sums of all rows of threads, pairwise, in row 0; thread (row, column) is number row * columns + column. The caller
@@ -533,15 +533,16 @@ __global__ void __launch_bounds__(kColumnThreads, Store::kColumnBlocks)
     const Range mine = share(cells.cells(region), chunk, chunks);
     const int row_cells = rows_share(mine.size(), row, rows);
     double sums[kWidth] = {};
-    const T* x = input + (sample * plane + cells.begin(region)) * channels + channel;
-    if (is_column) cell_sums<Accumulator<T>>(x, cells.walk(region, mine.begin + row, rows, channels), row_cells, sums);
+    if (is_column) {
+      const T* x = input + (sample * plane + cells.begin(region)) * channels + channel;
+      cell_sums<Accumulator<T>>(x, cells.walk(region, mine.begin + row, rows, channels), row_cells, sums);
+      if constexpr (kMayOverflow<T>)
+        replace_infinite(sums, [&](double (&again)[kWidth]) {
+          wide_cell_sums(x, cells.walk(region, mine.begin + row, rows, channels), row_cells, again);
+        });
+    }
     add_rows(sums, shared, row, rows, columns);
     if (is_column && row == 0) {
-      if constexpr (kMayOverflow<T>)
-        if (!all_finite(sums)) {
-          clear(sums);
-          wide_cell_sums(x, cells.walk(region, mine.begin, 1, channels), mine.size(), sums);
-        }
 #pragma unroll
       for (int q = 0; q < kWidth; ++q)
         store(cells.sum_index(sample * channels + channel + q, region) * chunks + chunk, sums[q]);
@@ -600,10 +601,9 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kBoxBlocks)
           };
           add([&](const T* x, const LineWalk& walk) { cell_sums<Accumulator<T>>(x, walk, loads, sums); });
           if constexpr (kMayOverflow<T>)
-            if (!all_finite(sums)) {
-              clear(sums);
-              add([&](const T* x, const LineWalk& walk) { wide_cell_sums(x, walk, loads, sums); });
-            }
+            replace_infinite(sums, [&](double (&again)[kWidth]) {
+              add([&](const T* x, const LineWalk& walk) { wide_cell_sums(x, walk, loads, again); });
+            });
         }
 #pragma unroll 1
         for (int s = 0; s < dim2.count; ++s) {

@@ -97,8 +97,8 @@ inline constexpr int64_t kTilePlaneBytes = 2048;  // below this a warp cannot fi
 inline constexpr int64_t kTileBytes = 24576;      // staged in shared memory: nine blocks fit a multiprocessor of H200
 inline constexpr int kTileThreads = 128;
 inline constexpr int64_t kBoxBytes = 65536;  // of a plane per chunk: two rounds of a block's loads
-inline constexpr int kBoxBlocks = 2;    // per multiprocessor, which the registers allow
-inline constexpr int kChunksAhead = 8;  // partial sums that a lane of a finishing block has in flight
+inline constexpr int kBoxBlocks = 2;         // per multiprocessor, which the registers allow
+inline constexpr int kChunksAhead = 8;       // partial sums that a lane of a finishing block has in flight
 
 // channels_last. A block's row of threads takes up to 1024 bytes side by side.
 inline constexpr int kColumnThreads = 256;
