@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import operator
@@ -239,6 +240,14 @@ def test_host_calls_cover_every_op() -> None:
         assert {(label, way) for way in ("eager", "compiled")} <= found
     assert {op for op, way in found if way == "wrapper"} == ops
     assert len({op for op, way in found if way == "module"}) == 2
+
+
+def test_host_calls_take_turns() -> None:
+    order: list[str] = []
+    calls = [lambda: order.append("a"), lambda: order.append("b")]
+    assert len(timing.host_times(calls, torch.device("cpu"), 1.0, batches=3)) == 2
+    turns = [(name, len(list(run))) for name, run in itertools.groupby(order)]
+    assert turns == [("a", 13), ("b", 13), *[("a", 150), ("b", 150)] * 3]  # 13: to warm up, and to learn how many
 
 
 def test_host_times_in_the_readme() -> None:

@@ -4,7 +4,7 @@ On a GPU a call is timed with events around it. Before each timed call the L2 is
 never by writing one: written lines stay dirty in the L2, and the timed kernel would pay for writing them back. All
 repeats are queued without a synchronisation between them, and a flush lasts 0.1 ms, so that the host runs ahead of the
 device and launch latency is hidden from every row alike; what a call costs the host has its own measurement
-(`host_time`).
+(`host_times`).
 
 On a CPU a call is timed with `time.perf_counter`, after reading a buffer larger than the caches.
 """
@@ -125,22 +125,28 @@ def make_timer(device: torch.device) -> Timer:
     return CudaTimer(device) if device.type == "cuda" else CpuTimer()
 
 
-def host_time(call: Call, device: torch.device, budget_s: float, batches: int = 11) -> float:
-    """Microseconds of host time a call takes: many calls without a synchronisation between them, median of batches."""
+def host_times(calls: Sequence[Call], device: torch.device, budget_s: float, batches: int = 11) -> list[float]:
+    """Microseconds of host time that each call takes: many without a synchronisation between them, median of batches.
 
-    def seconds_a_call(calls: int) -> float:
+    The calls take turns, so that whatever else slows the machine down for a while does so for all of them.
+    """
+
+    def seconds_a_call(call: Call, times: int) -> float:
         begin = time.perf_counter()
-        for _ in range(calls):
+        for _ in range(times):
             call()
         spent = time.perf_counter() - begin
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return spent / calls
+        return spent / times
 
-    seconds_a_call(3)  # warm-up
-    # No more calls than the device's launch queue holds, or the host would wait for it.
-    calls = min(150, max(1, int(budget_s / batches / seconds_a_call(10))))
-    return statistics.median(seconds_a_call(calls) for _ in range(batches)) * 1e6
+    times = []
+    for call in calls:
+        seconds_a_call(call, 3)  # warm-up
+        # No more calls than the device's launch queue holds, or the host would wait for it.
+        times.append(min(150, max(1, int(budget_s / batches / seconds_a_call(call, 10)))))
+    rounds = [[seconds_a_call(*turn) for turn in zip(calls, times, strict=True)] for _ in range(batches)]
+    return [statistics.median(spent) * 1e6 for spent in zip(*rounds, strict=True)]
 
 
 @contextlib.contextmanager
