@@ -125,7 +125,7 @@ def make_timer(device: torch.device) -> Timer:
     return CudaTimer(device) if device.type == "cuda" else CpuTimer()
 
 
-def host_times(calls: Sequence[Call], device: torch.device, budget_s: float, batches: int = 11) -> list[float]:
+def host_times(calls: Sequence[Call], device: torch.device, budget_s: float, batches: int = 41) -> list[float]:
     """Microseconds of host time that each call takes: many without a synchronisation between them, median of batches.
 
     The calls take turns, so that whatever else slows the machine down for a while does so for all of them.
