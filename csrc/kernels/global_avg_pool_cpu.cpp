@@ -258,17 +258,17 @@ Buffer plane_sums(const Tensor& input, const PlaneCut& cut) {
   const auto kernel = cut.channels == 1 && cut.pieces == 1 && cut.whole() ? FUSED_CPU_SELECT(sum_planes<T>)
                                                                           : FUSED_CPU_SELECT(sum_pieces<T>);
   const int64_t width = regions * cut.channels;
-  torch::stable::parallel_for(0, items, items_per_thread(std::min(cut.piece, cut.plane) * cut.channels),
-                              [&](int64_t begin, int64_t end) {
-                                kernel(x, cut, begin, end, partial.get() + begin * width);
-                                // Runs in float32 may overflow where the plane's sum does not; those of float16 are too small for that.
-                                if constexpr (std::is_same_v<T, BFloat16>)
-                                  for (int64_t item = begin; item < end; ++item) {
-                                    double* sums = partial.get() + item * width;
-                                    if (!std::all_of(sums, sums + width, [](double sum) { return std::isfinite(sum); }))
-                                      FUSED_CPU_SELECT(sum_pieces<T, double>)(x, cut, item, item + 1, sums);
-                                  }
-                              });
+  const auto sum_items = [&](int64_t begin, int64_t end) {
+    kernel(x, cut, begin, end, partial.get() + begin * width);
+    // Runs in float32 may overflow where the plane's sum does not; those of float16 are too small for that.
+    if constexpr (std::is_same_v<T, BFloat16>)
+      for (int64_t item = begin; item < end; ++item) {
+        double* sums = partial.get() + item * width;
+        if (!std::all_of(sums, sums + width, [](double sum) { return std::isfinite(sum); }))
+          FUSED_CPU_SELECT(sum_pieces<T, double>)(x, cut, item, item + 1, sums);
+      }
+  };
+  torch::stable::parallel_for(0, items, items_per_thread(std::min(cut.piece, cut.plane) * cut.channels), sum_items);
   if (cut.pieces == 1 && (cut.channels == 1 || regions == 1)) return partial;
   Buffer sums = buffer(batch * channels * regions);
   const int64_t outer = batch * channels / std::max<int64_t>(1, cut.channels);  // planes or samples
