@@ -49,8 +49,17 @@ GEMM, COLUMNS = ["split_taps", "implicit_gemm"], ["collapse_taps", "column_conv"
         *(((batch, 3, 3, 18, 34), (5, 3, 3, 3), WORKLOAD, bf16, STAGED) for batch in (16, 17, 18)),
         ((1, 20, 2, 5, 4), (16, 3, 3, 3), WORKLOAD, f32, STAGED),  # all that shared memory holds
         ((1, 21, 2, 5, 4), (16, 3, 3, 3), WORKLOAD, f32, GEMM),
-        ((1, 8, 2, 4, 4), (272, 3, 3, 3), WORKLOAD, f32, STAGED),
-        ((1, 8, 2, 4, 4), (273, 3, 3, 3), WORKLOAD, f32, GEMM),
+        ((1, 8, 2, 4, 4), (256, 3, 3, 3), WORKLOAD, f32, STAGED),
+        ((1, 8, 2, 4, 4), (257, 3, 3, 3), WORKLOAD, f32, GEMM),
+        # Channels of results as far apart as in the output, up to whole lines; up to vectors, where lanes would meet.
+        *(
+            ((1, 3, 3, 17, 17 + i), (16, 3, 3, 3), WORKLOAD, dtype, STAGED)
+            for i in (-1, 0, 1, 2)
+            for dtype in (f32, bf16)
+        ),
+        # Blocks that use each slot of the ring and each buffer of results several times.
+        *(((300, 2, 5, 9, 9), (17, 3, 3, 3), WORKLOAD, dtype, STAGED) for dtype in (f32, f16)),
+        ((1500, 2, 9, 9), (3, 3, 3), {"stride": 2, "padding": 1}, f32, STAGED),
         ((2, 15, 18, 32), (15, 3, 3), WORKLOAD, f32, STAGED),
         ((2, 16, 18, 32), (15, 3, 3), WORKLOAD, f32, GEMM),
         ((2, 2, 34, 66), (4, 2, 2), {"padding": 1, "pool_kernel_size": 1}, f32, STAGED),

@@ -33,6 +33,7 @@ struct Range {
 // Division that rounds towards minus or plus infinity; the divisor is positive.
 constexpr int64_t floor_div(int64_t a, int64_t b) { return a / b - (a % b < 0); }
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return -floor_div(-a, b); }
+constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 // Output size of a transposed convolution, as torch.nn.ConvTranspose2d documents it. Works on any integer-like type, so
 // that symbolic sizes use it too.

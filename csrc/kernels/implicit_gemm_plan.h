@@ -57,8 +57,6 @@ struct GemmTiling {
 constexpr int gemm_blocks(int itemsize) { return itemsize == 2 ? 1 : 2; }
 constexpr int gemm_step(int itemsize) { return itemsize == 2 ? 16 : 8; }  // depth of a tensor-core product
 
-constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
-
 // Inputs of a stage, given the box.
 inline void shape_stage(const AvgPoolProblem& problem, int64_t taps, GemmTiling& tiling) {
   const int64_t in_group = problem.in_group(), vector = 16 / problem.itemsize;

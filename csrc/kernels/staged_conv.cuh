@@ -1,11 +1,16 @@
 // The collapsed convolution of few channels and two offsets a dimension, on devices whose tensor cores multiply float64 at
 // the rate of plain float32. A block goes through planes of 16 x 32 outputs (8 x 32 where there are few) of one tile after
-// another. Its producer warp copies input planes into a ring in shared memory, two ahead, and sends finished results away;
-// its consumer warps compute output plane z from the input planes z and z + 1. One product takes 8 taps of an input channel:
-// 16 output channels x 8 taps times 8 taps x 8 positions.
+// another. Its loader warp copies input planes into a ring in shared memory; its eight consumer warps compute output plane z
+// from the input planes z and z + 1, each eight columns of half the rows; its storer warp sends finished results away. One
+// product takes 8 taps of an input channel: 16 output channels x 8 taps times 8 taps x 8 positions.
 //
-// Results are gathered in shared memory: rows of 31 floats written from registers share their 32-byte sectors, which takes
-// 1.5 times as long as a run of 16 rows a channel (66 us at (128, 3, 16, 32, 32) -> 16 channels on H200).
+// On H200, (128, 3, 16, 32, 32) -> 16 channels: 49 us in float32, of which the products alone take 23 and the bytes 35.
+// - The warps wait for one another plane by plane, each kind on its own: with one barrier of the block a plane, 57 us, and
+//   65 where the loader stored as well.
+// - Results are gathered in shared memory and stored in bulk, a run of all rows a channel: rows of 31 floats written from
+//   registers share their 32-byte sectors. A run has the same place in its 128-byte lines in both memories: with only the
+//   vectors aligned, the bulk stores took 10 us longer.
+// - A tap of V is read once, in whichever order the threads come by it: by way of shared memory, V was there 4 us later.
 #pragma once
 
 #include <cuda_awbarrier_primitives.h>
@@ -42,28 +47,29 @@ struct StagedTypes<float> {
   static constexpr int kTerms = 1;
 };
 
-enum class StagedTask { kEnd, kLoad, kCompute };
-
-// One step of the block's march, from the producer to the consumers.
-struct StagedJob {
-  StagedTask task;
-  int group;          // of output channels
-  int slot, skip;     // the last input plane in the ring, and the columns before the first that is meant
-  int buffer;         // of results
-  int rows, columns;  // of the tile that exist
-  int n, z, y, x;     // its first output
-};
-
-// What the warps of a block tell each other.
+// What the warps of a block tell each other. Each barrier counts the uses of its buffer: `wait` returns when use number
+// `use` of it is over.
 struct StagedSignals {
-  __mbarrier_t barrier;
-  StagedJob jobs[2];
-  int exotic;  // whether V or the factors are not what the tensor cores may be trusted with
+  __mbarrier_t loaded[kStagedSlots], freed[kStagedSlots];  // a plane of inputs, by the loader and by the consumers
+  __mbarrier_t computed[kStagedBuffers], stored[kStagedBuffers];  // results, by the consumers and by the storer
+  __mbarrier_t collapsed;                                         // V
+  int exotic;   // whether V or the factors are not what the tensor cores may be trusted with
+  int suspect;  // whether results are NaN, perhaps since an infinite input met a half of V that is zero
 
-  // A barrier of the block, which producer and consumers reach in different places of the code.
-  __device__ void arrive_and_wait() {
-    const __mbarrier_token_t token = __mbarrier_arrive(&barrier);
-    while (!__mbarrier_try_wait(&barrier, token, 1000000)) {
+  __device__ void init() {
+    for (int i = 0; i < kStagedSlots; ++i) {
+      __mbarrier_init(&loaded[i], 32);
+      __mbarrier_init(&freed[i], 32 * kStagedConsumers);
+    }
+    for (int i = 0; i < kStagedBuffers; ++i) {
+      __mbarrier_init(&computed[i], 32 * kStagedConsumers);
+      __mbarrier_init(&stored[i], 32);
+    }
+    __mbarrier_init(&collapsed, 32 * kStagedConsumers);
+    exotic = suspect = false;
+  }
+  __device__ static void wait(__mbarrier_t& barrier, unsigned use) {
+    while (!__mbarrier_try_wait_parity(&barrier, use % 2, 1000000)) {
     }
   }
 };
@@ -73,37 +79,16 @@ template <class T>
 struct StagedMemory {
   using Element = typename StagedTypes<T>::Element;
   Element* weights;  // (C_in, groups, terms, 32 lanes, 4): V times the factors, as the tensor cores want it
-  double* factors;   // (channels): what V is multiplied by
   Element* base;     // (channels): what bias and shift add
-  T* results;        // (2, 16 channels, result pitch)
-  T* ring;           // (4 slots, C_in, rows + 1, pitch)
+  T* results;        // (2, 16 channels, result pitch), from a whole line on
+  T* ring;           // (4 slots, C_in, slot rows, pitch)
   __device__ StagedMemory(const Staged& staged, void* memory) {
-    const int groups = staged.groups();
     weights = static_cast<Element*>(memory);
-    factors = reinterpret_cast<double*>(weights + staged.in_channels * groups * StagedTypes<T>::kTerms * 128);
-    base = reinterpret_cast<Element*>(factors + groups * kStagedChannels);
-    results = reinterpret_cast<T*>(base + groups * kStagedChannels);
-    ring = results + 2 * kStagedChannels * staged.layout.result_pitch;
+    base = weights + staged.in_channels * staged.groups() * StagedTypes<T>::kTerms * 128;
+    results = reinterpret_cast<T*>(static_cast<char*>(memory) + staged.layout.results);
+    ring = results + kStagedBuffers * kStagedChannels * staged.layout.result_pitch;
   }
 };
-
-// Where a tile's results of one channel and row begin: such that vectors there are vectors in the output too.
-template <class T>
-__device__ int result_at(const Staged& staged, const T* tile, int channel, int row) {
-  const unsigned volume = static_cast<unsigned>(staged.out[0]) * staged.out[1] * staged.out[2];
-  const unsigned skew = static_cast<unsigned>(staged.out[2] - staged.layout.result_row);
-  const unsigned align =
-      static_cast<unsigned>(reinterpret_cast<uintptr_t>(tile) / sizeof(T)) + channel * volume + row * skew;
-  return channel * staged.layout.result_pitch + row * staged.layout.result_row + align % Vector<T>::kSize;
-}
-
-template <class T>
-__device__ T* tile_of(const Convolution<T>& conv, const Staged& staged, const StagedJob& job) {
-  return conv.output +
-         ((static_cast<int64_t>(job.n) * staged.out_channels + job.group * kStagedChannels) * staged.out[0] + job.z) *
-             (static_cast<int64_t>(staged.out[1]) * staged.out[2]) +
-         static_cast<int64_t>(job.y) * staged.out[2] + job.x;
-}
 
 // Copies of whole vectors from shared to global memory that go on by themselves. What other threads wrote is visible to
 // them behind `publish_results` and a barrier.
@@ -124,175 +109,194 @@ __device__ inline void wait_for_bulk_reads() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 #endif
 }
+__device__ inline void wait_for_bulk_writes() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+#endif
+}
 __device__ inline void publish_results() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 
-// The producer's place in the march: input plane `plane` of a tile of which the block computes the planes [begin, end) of
-// outputs.
-struct StagedCursor {
-  int n, y, x, plane, begin, end, step;
+// Planes of outputs of one tile, [begin, end), that a block computes one after another.
+struct StagedRun {
+  int n, y, x, begin, end;
 
-  __device__ void start(const Staged& staged, int last) {
-    begin = plane = step % staged.out[0];
-    end = min(staged.out[0], plane + last - step);
-    int tile = step / staged.out[0];
-    x = tile % staged.tiles2 * kStagedColumns;
-    tile /= staged.tiles2;
-    y = tile % staged.tiles1 * staged.layout.rows;
-    n = tile / staged.tiles1;
+  // Of an output channel in the first of these planes.
+  template <class T>
+  __device__ T* tile(const Convolution<T>& conv, const Staged& staged) const {
+    const int64_t area = static_cast<int64_t>(staged.out[1]) * staged.out[2];
+    return conv.output + (static_cast<int64_t>(n) * staged.out_channels * staged.out[0] + begin) * area +
+           static_cast<int64_t>(y) * staged.out[2] + x;
   }
-  template <int kJ0>
-  __device__ void advance(const Staged& staged, int last) {
-    if (++plane < end + kJ0 - 1) return;
-    step += end - begin;
-    if (step < last) start(staged, last);
-  }
+  __device__ int rows(const Staged& staged) const { return min(staged.layout.rows, staged.out[1] - y); }
+  __device__ int columns(const Staged& staged) const { return min(kStagedColumns, staged.out[2] - x); }
 };
 
-template <class T, int kJ0>
-struct StagedProducer {
-  static constexpr int kSize = Vector<T>::kSize, kVectors = kStagedColumns / kSize + 1, kPitch = kVectors * kSize;
-  const Convolution<T>& conv;
-  const Staged& staged;
-  const StagedMemory<T>& memory;
-  const int lane;
-  const int height;    // rows of inputs of a tile
-  const bool vectors;  // rows of the input are rows of whole vectors
-
-  __device__ StagedProducer(const Convolution<T>& conv, const Staged& staged, const StagedMemory<T>& memory)
-      : conv(conv),
-        staged(staged),
-        memory(memory),
-        lane(threadIdx.x % 32),
-        height(staged.layout.rows + 1),
-        vectors(is_vector_aligned(conv.input) && staged.size[2] % kSize == 0) {}
-
-  __device__ int skip(const StagedCursor& at) const {
-    return vectors ? static_cast<unsigned>(at.x + staged.offset[2]) % kSize : 0;
-  }
-
-  // Starts the copy of the inputs that a plane of the tile needs, (C_in, rows + 1, kPitch); zero where there is no input.
-  __device__ void copy(const StagedCursor& at, int slot) const {
-    const int plane = at.plane + staged.offset[0], y0 = at.y + staged.offset[1];
-    const int x0 = at.x + staged.offset[2] - skip(at), size1 = staged.size[1];
-    const bool exists = plane >= 0 && plane < staged.size[0];
-    const int64_t width = staged.size[2], area = size1 * width, volume = area * staged.size[0];
-    const T* corner =
-        conv.input + static_cast<int64_t>(at.n) * staged.in_channels * volume + plane * area + y0 * width + x0;
-    T* to = memory.ring + slot * staged.layout.slot;
-    const int rows = staged.in_channels * height;
-    if (vectors) {
-      // Several rows at once, each lane always the same columns.
-      constexpr int kAtOnce = 32 / kVectors;
-      const int column = lane % kVectors * kSize, first = lane / kVectors;
-      const bool inside = exists && x0 + column >= 0 && x0 + column < staged.size[2];
-      if (first < kAtOnce) {
-        const T* from = corner + first * width + column;
-        int y = first;
-#pragma unroll 4
-        for (int r = first; r < rows; r += kAtOnce) {
-          const bool use = inside && static_cast<unsigned>(y0 + y) < static_cast<unsigned>(size1);
-          __pipeline_memcpy_async(to + r * kPitch + column, use ? from : conv.input, 16, use ? 0 : 16);
-          from += kAtOnce * width;
-          y += kAtOnce;
-          if (y >= height) {
-            y -= height;
-            from += volume - height * width;
-          }
-        }
-      }
-    } else {
-#pragma unroll 4
-      for (int i = lane; i < rows * kPitch; i += 32) {
-        const int x = i % kPitch, r = i / kPitch, y = r % height, ci = r / height;
-        const bool use = exists && static_cast<unsigned>(x0 + x) < static_cast<unsigned>(staged.size[2]) &&
-                         static_cast<unsigned>(y0 + y) < static_cast<unsigned>(size1);
-        const T* from = use ? corner + (ci * volume + y * width + x) : conv.input;
-        if constexpr (sizeof(T) == 4)
-          __pipeline_memcpy_async(to + i, from, 4, use ? 0 : 4);
-        else
-          to[i] = use ? *from : from_accumulator<T>(0);
-      }
-    }
-    __pipeline_commit();
-  }
-
-  // Starts the stores of a job's results: a run of all its rows per channel, a lane each.
-  __device__ void store(const StagedJob& job) const {
-    const int channels = min(kStagedChannels, staged.out_channels - job.group * kStagedChannels);
-    if (lane < channels) {
-      T* tile = tile_of(conv, staged, job);
-      const int length = job.rows * job.columns, at = result_at(staged, tile, lane, 0);
-      const int head = min(length, (kSize - at % kSize) % kSize), body = (length - head) / kSize * kSize;
-      const T* source = memory.results + job.buffer * kStagedChannels * staged.layout.result_pitch + at;
-      T* target = tile + lane * (static_cast<int64_t>(staged.out[0]) * staged.out[1] * staged.out[2]);
-      if (body > 0) bulk_store(target + head, source + head, body * sizeof(T));
-      for (int i = 0; i < head; ++i) target[i] = source[i];
-      for (int i = head + body; i < length; ++i) target[i] = source[i];
-    }
-    commit_bulk_stores();
-  }
-};
-
-template <class T, int kJ0>
-__device__ void produce_planes(const Convolution<T>& conv, const Staged& staged, const StagedMemory<T>& memory,
-                               StagedSignals& signals) {
-  const StagedProducer<T, kJ0> producer(conv, staged, memory);
-  const int groups = staged.groups();
+// The march of the block, which each kind of its warps makes at its own pace.
+template <class Body>
+__device__ __forceinline__ void for_runs(const Staged& staged, Body body) {
   const int share = staged.steps / gridDim.x, rest = staged.steps % gridDim.x, block = blockIdx.x;
   const int last = (block + 1) * share + min(block + 1, rest);
-  StagedCursor ahead{};
-  ahead.step = block * share + min(block, rest);
-  ahead.start(staged, last);
-  StagedCursor at = ahead;
-  const auto fetch = [&](int slot) {
-    if (ahead.step < last) {
-      producer.copy(ahead, slot);
-      ahead.advance<kJ0>(staged, last);
-    } else {
-      __pipeline_commit();
-    }
-  };
 #pragma unroll 1
-  for (int i = 0; i < 2; ++i) fetch(i);
-  signals.arrive_and_wait();  // in collapse_weights
-  StagedJob previous{};
-  int slot = 0, group = 0, buffer = 0;
-  for (int parity = 0;; parity ^= 1) {
-    StagedJob job{StagedTask::kEnd};
-    if (at.step < last) {
-      const int z = at.plane - (kJ0 - 1);
-      job = {z >= at.begin ? StagedTask::kCompute : StagedTask::kLoad,
-             group,
-             slot,
-             producer.skip(at),
-             buffer,
-             min(staged.layout.rows, staged.out[1] - at.y),
-             min(kStagedColumns, staged.out[2] - at.x),
-             at.n,
-             z,
-             at.y,
-             at.x};
-    }
-    if (producer.lane == 0) signals.jobs[parity] = job;
-    __pipeline_wait_prior(1);  // the job's plane has come,
-    wait_for_bulk_reads();     // and its buffer of results is free
-    signals.arrive_and_wait();
-    if (previous.task == StagedTask::kCompute && staged.layout.whole_rows && !signals.exotic) producer.store(previous);
-    if (job.task == StagedTask::kEnd) break;
-    if (group == 0) fetch((slot + 2) % kStagedSlots);
-    if (job.task == StagedTask::kCompute) buffer ^= 1;
-    if (job.task == StagedTask::kLoad || ++group == groups) {
-      group = 0;
-      slot = (slot + 1) % kStagedSlots;
-      at.advance<kJ0>(staged, last);
-    }
-    previous = job;
+  for (int step = block * share + min(block, rest); step < last;) {
+    StagedRun run;
+    run.begin = step % staged.out[0];
+    run.end = min(staged.out[0], run.begin + last - step);
+    int tile = step / staged.out[0];
+    run.x = tile % staged.tiles2 * kStagedColumns;
+    tile /= staged.tiles2;
+    run.y = tile % staged.tiles1 * staged.layout.rows;
+    run.n = tile / staged.tiles1;
+    body(run);
+    step += run.end - run.begin;
   }
-  wait_for_bulk_reads();
+}
+
+// Where results of the first channel begin in their buffer: a run is to have the same place in its lines as in the output.
+template <class T>
+__device__ int staged_skew(const Staged& staged, const T* tile) {
+  return staged.layout.whole_rows ? static_cast<unsigned>(reinterpret_cast<uintptr_t>(tile) / sizeof(T)) %
+                                        (kStagedLine / static_cast<unsigned>(sizeof(T)))
+                                  : 0;
+}
+
+// Rows of the input as they lie in the ring.
+template <class T>
+struct StagedRows {
+  static constexpr int kSize = Vector<T>::kSize, kVectors = kStagedColumns / kSize + 1, kPitch = kVectors * kSize;
+  const bool vectors;  // rows of the input are rows of whole vectors
+  const int offset;    // of the first column of inputs from that of outputs
+  __device__ StagedRows(const Convolution<T>& conv, const Staged& staged)
+      : vectors(is_vector_aligned(conv.input) && staged.size[2] % kSize == 0), offset(staged.offset[2]) {}
+  // The columns before the first that is meant.
+  __device__ int skip(const StagedRun& run) const {
+    return vectors ? static_cast<unsigned>(run.x + offset) % kSize : 0;
+  }
+};
+
+// Starts the copy of the inputs that a plane of the tile needs, (C_in, rows + 1, kPitch); zero where there is no input.
+template <class T>
+__device__ void copy_plane(const Convolution<T>& conv, const Staged& staged, const StagedRun& run, int z, T* to) {
+  using Rows = StagedRows<T>;
+  constexpr int kPitch = Rows::kPitch;
+  const Rows layout(conv, staged);
+  const int lane = threadIdx.x % 32, height = staged.layout.rows + 1, gap = staged.layout.slot_rows - height;
+  const int plane = z + staged.offset[0], y0 = run.y + staged.offset[1];
+  const int x0 = run.x + staged.offset[2] - layout.skip(run), size1 = staged.size[1];
+  const bool exists = plane >= 0 && plane < staged.size[0];
+  const int64_t width = staged.size[2], area = size1 * width, volume = area * staged.size[0];
+  const T* corner =
+      conv.input + static_cast<int64_t>(run.n) * staged.in_channels * volume + plane * area + y0 * width + x0;
+  const int rows = staged.in_channels * height;
+  if (layout.vectors) {
+    // Several rows at once, each lane always the same columns.
+    constexpr int kAtOnce = 32 / Rows::kVectors;
+    const int column = lane % Rows::kVectors * Rows::kSize, first = lane / Rows::kVectors;
+    const bool inside = exists && x0 + column >= 0 && x0 + column < staged.size[2];
+    if (first < kAtOnce) {
+      const T* from = corner + first * width + column;
+      to += first * kPitch + column;
+      int y = first;
+#pragma unroll 4
+      for (int r = first; r < rows; r += kAtOnce) {
+        const bool use = inside && static_cast<unsigned>(y0 + y) < static_cast<unsigned>(size1);
+        __pipeline_memcpy_async(to, use ? from : conv.input, 16, use ? 0 : 16);
+        from += kAtOnce * width;
+        to += kAtOnce * kPitch;
+        y += kAtOnce;
+        if (y >= height) {
+          y -= height;
+          from += volume - height * width;
+          to += gap * kPitch;
+        }
+      }
+    }
+  } else {
+#pragma unroll 4
+    for (int i = lane; i < rows * kPitch; i += 32) {
+      const int x = i % kPitch, r = i / kPitch, y = r % height, ci = r / height, at = i + ci * gap * kPitch;
+      const bool use = exists && static_cast<unsigned>(x0 + x) < static_cast<unsigned>(staged.size[2]) &&
+                       static_cast<unsigned>(y0 + y) < static_cast<unsigned>(size1);
+      const T* from = use ? corner + (ci * volume + y * width + x) : conv.input;
+      if constexpr (sizeof(T) == 4)
+        __pipeline_memcpy_async(to + at, from, 4, use ? 0 : 4);
+      else
+        to[at] = use ? *from : from_accumulator<T>(0);
+    }
+  }
+  __pipeline_commit();
+}
+
+// The loader: two planes on their way, while the consumers have two.
+template <class T, int kJ0>
+__device__ void load_planes(const Convolution<T>& conv, const Staged& staged, const StagedMemory<T>& memory,
+                            StagedSignals& signals) {
+  unsigned plane = 0;  // of all that the block loads
+  for_runs(staged, [&](const StagedRun& run) {
+#pragma unroll 1
+    for (int z = run.begin; z < run.end + kJ0 - 1; ++z, ++plane) {
+      const unsigned slot = plane % kStagedSlots;
+      if (plane >= kStagedSlots) StagedSignals::wait(signals.freed[slot], plane / kStagedSlots - 1);
+      copy_plane(conv, staged, run, z, memory.ring + slot * staged.layout.slot);
+      if (plane > 0) {
+        __pipeline_wait_prior(1);
+        __mbarrier_arrive(&signals.loaded[(plane - 1) % kStagedSlots]);
+      }
+    }
+  });
+  __pipeline_wait_prior(0);
+  __mbarrier_arrive(&signals.loaded[(plane - 1) % kStagedSlots]);
+}
+
+// The storer.
+template <class T>
+__device__ void store_results(const Convolution<T>& conv, const Staged& staged, const StagedMemory<T>& memory,
+                              StagedSignals& signals) {
+  constexpr int kSize = Vector<T>::kSize;
+  const int lane = threadIdx.x % 32, groups = staged.groups(), pitch = staged.layout.result_pitch;
+  const int64_t area = static_cast<int64_t>(staged.out[1]) * staged.out[2], volume = staged.out[0] * area;
+  unsigned job = 0;  // results of 16 channels of a plane
+  for_runs(staged, [&](const StagedRun& run) {
+    const int rows = run.rows(staged), columns = run.columns(staged);
+    T* plane = run.tile(conv, staged);
+#pragma unroll 1
+    for (int z = run.begin; z < run.end; ++z, plane += area)
+#pragma unroll 1
+      for (int group = 0; group < groups; ++group, ++job) {
+        const unsigned buffer = job % kStagedBuffers;
+        T* tile = plane + group * kStagedChannels * volume;
+        const int channels = min(kStagedChannels, staged.out_channels - group * kStagedChannels);
+        const int skew = staged_skew(staged, tile);
+        const T* results = memory.results + buffer * kStagedChannels * pitch + skew;
+        StagedSignals::wait(signals.computed[buffer], job / kStagedBuffers);
+        if (staged.layout.whole_rows) {
+          // A run of all rows per channel: one lane sends its whole vectors and stores what comes before, another the rest.
+          const int c = lane % kStagedChannels, length = rows * columns;
+          const int head = min(length, (kSize - (skew + c * pitch) % kSize) % kSize);
+          const int body = (length - head) / kSize * kSize;
+          const T* source = results + c * pitch;
+          T* target = tile + c * volume;
+          if (lane < channels && body > 0) bulk_store(target + head, source + head, body * sizeof(T));
+          commit_bulk_stores();
+          const int first = lane < kStagedChannels ? 0 : head + body, last = lane < kStagedChannels ? head : length;
+          if (c < channels)
+#pragma unroll
+            for (int i = 0; i < kSize - 1; ++i)
+              if (first + i < last) target[first + i] = source[first + i];
+          wait_for_bulk_reads();
+        } else if (lane < columns) {
+          for (int c = 0; c < channels; ++c)
+#pragma unroll 8
+            for (int y = 0; y < rows; ++y)
+              tile[c * volume + static_cast<int64_t>(y) * staged.out[2] + lane] =
+                  results[c * pitch + y * staged.layout.result_row + lane];
+        }
+        __mbarrier_arrive(&signals.stored[buffer]);
+      }
+  });
 }
 
 // V times the factors into shared memory, and what bias and shift add.
@@ -300,186 +304,194 @@ template <class T>
 __device__ void collapse_weights(const Convolution<T>& conv, const Staged& staged, const StagedMemory<T>& memory,
                                  StagedSignals& signals) {
   using Element = typename StagedTypes<T>::Element;
-  constexpr int kThreads = kStagedConsumers * 32, kTerms = StagedTypes<T>::kTerms;
+  constexpr int kTerms = StagedTypes<T>::kTerms, kAtOnce = 8;  // taps that are on their way together
   const int out_channels = staged.out_channels, groups = staged.groups();
   const int kernel1 = staged.kernel[1], kernel2 = staged.kernel[2], kernel = staged.kernel[0] * kernel1 * kernel2;
-  // Summed from a copy of the weight in the place of the results, where it fits there. All loads leave at once: in a small
-  // call their latency is most of the time.
-  const int count = staged.in_channels * out_channels * kernel;
-  const bool fits = count <= 2 * kStagedChannels * staged.layout.result_pitch;
-  const T* weight = fits ? memory.results : conv.weight;
-  const Affine<double> affine(conv, min(static_cast<int>(threadIdx.x), out_channels - 1));
-  if (fits)
-#pragma unroll 16
-    for (int i = threadIdx.x; i < count; i += kThreads) memory.results[i] = conv.weight[i];
+  // Element e of a lane: of output channel g or g + 8, at offset (t / 2, e / 2, t % 2).
+  const int at = threadIdx.x % 128, e = at % 4, lane = at / 4, j0 = lane / 2 % 2, j1 = e / 2, j2 = lane % 2;
+  const int begin0 = staged.tap_begin[0][j0], begin1 = staged.tap_begin[1][j1], begin2 = staged.tap_begin[2][j2];
+  const int end1 = staged.tap_end[1][j1], end2 = staged.tap_end[2][j2];
+  const int count = (staged.tap_end[0][j0] - begin0) * (end1 - begin1) * (end2 - begin2);
   bool trusted = true;
-  for (int c = threadIdx.x; c < groups * kStagedChannels; c += kThreads) {
-    const Affine<double> own = c < kThreads ? affine : Affine<double>(conv, min(c, out_channels - 1));
-    memory.factors[c] = own.factor();
-    memory.base[c] = static_cast<Element>(own(0));
-    trusted &= isfinite(memory.base[c]);
-  }
-  if (threadIdx.x == 0) signals.exotic = false;
-  signals.arrive_and_wait();
 #pragma unroll 1
-  for (int i = threadIdx.x; i < staged.in_channels * groups * 128; i += kThreads) {
-    // Element e of a lane: of output channel g or g + 8, at offset (t / 2, e / 2, t % 2).
-    const int e = i % 4, lane = i / 4 % 32, rest = i / 128, group = rest % groups, ci = rest / groups;
-    const int co = group * kStagedChannels + lane / 4 + e % 2 * 8, j0 = lane / 2 % 2, j1 = e / 2, j2 = lane % 2;
+  for (int rest = threadIdx.x / 128; rest < staged.in_channels * groups; rest += kStagedConsumers * 32 / 128) {
+    const int group = rest % groups, ci = rest / groups, co = group * kStagedChannels + lane / 4 + e % 2 * 8;
     double sum = 0;
     if (co < out_channels) {
-      const T* source = weight + (ci * out_channels + co) * kernel;
-      for (int a = staged.tap_begin[0][j0]; a < staged.tap_end[0][j0]; ++a)
-        for (int b = staged.tap_begin[1][j1]; b < staged.tap_end[1][j1]; ++b)
-          for (int c = staged.tap_begin[2][j2]; c < staged.tap_end[2][j2]; ++c)
-            sum += static_cast<double>(to_accumulator(source[(a * kernel1 + b) * kernel2 + c]));
-      sum *= memory.factors[co];
+      const T* source = conv.weight + (ci * out_channels + co) * kernel;
+      int a = begin0, b = begin1, c = begin2;
+#pragma unroll 1
+      for (int i = 0; i < count; i += kAtOnce) {
+        T taps[kAtOnce];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          taps[k] = i + k < count ? source[(a * kernel1 + b) * kernel2 + c] : from_accumulator<T>(0);
+          if (++c == end2) {
+            c = begin2;
+            if (++b == end1) {
+              b = begin1;
+              ++a;
+            }
+          }
+        }
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) sum += static_cast<double>(to_accumulator(taps[k]));
+      }
+      sum *= Affine<double>(conv, co).factor();
     }
     if constexpr (kTerms == 1) {
-      memory.weights[i] = sum;
+      memory.weights[rest * 128 + at] = sum;
       trusted &= isfinite(sum);
     } else {
       // The halves of V have its sign, or an infinite input would give NaN. Far from one, they might not hold it.
       const float v = static_cast<float>(sum), high = __uint_as_float(__float_as_uint(v) & 0xffffe000u);
-      memory.weights[rest * 256 + i % 128] = high;
-      memory.weights[rest * 256 + 128 + i % 128] = v - high;
+      memory.weights[rest * 256 + at] = high;
+      memory.weights[rest * 256 + 128 + at] = v - high;
       trusted &= sum == 0 || (fabs(sum) < 1e30 && fabs(sum) > 1e-25);
     }
   }
-  if (!trusted) signals.exotic = true;
-}
-
-template <class T, int kJ0>
-__device__ void consume_planes(const Convolution<T>& conv, const Staged& staged, const StagedMemory<T>& memory,
-                               StagedSignals& signals) {
-  using Element = typename StagedTypes<T>::Element;
-  using Producer = StagedProducer<T, kJ0>;
-  constexpr int kPitch = Producer::kPitch, kTerms = StagedTypes<T>::kTerms, kTiles = kStagedColumns / 8;
-  collapse_weights(conv, staged, memory, signals);
-  const int groups = staged.groups();
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int64_t volume = static_cast<int64_t>(staged.out[0]) * staged.out[1] * staged.out[2];
-  // Column i of a product is position i / 2 + i % 2 * 4 of eight, so that the lanes t hold neighbours of a row.
-  const int position = g % 2 * 4 + g / 2;
-  StagedJob previous{};
-  for (int parity = 0;; parity ^= 1) {
-    publish_results();
-    signals.arrive_and_wait();
-    // What is no run in the output goes row by row.
-    if (!staged.layout.whole_rows && previous.task == StagedTask::kCompute && !signals.exotic) {
-      T* tile = tile_of(conv, staged, previous);
-      const T* results = memory.results + previous.buffer * kStagedChannels * staged.layout.result_pitch;
-      const int channels = min(kStagedChannels, staged.out_channels - previous.group * kStagedChannels);
-      if (lane < previous.columns)
-#pragma unroll 4
-        for (int run = warp; run < kStagedChannels * previous.rows; run += kStagedConsumers) {
-          const int c = run % kStagedChannels, row = run / kStagedChannels;
-          if (c < channels)
-            tile[c * volume + static_cast<int64_t>(row) * staged.out[2] + lane] =
-                results[result_at(staged, tile, c, row) + lane];
-        }
-    }
-    __syncwarp();  // products need all lanes
-    const StagedJob job = signals.jobs[parity];
-    previous = job;
-    if (job.task == StagedTask::kEnd) return;
-    if (job.task == StagedTask::kLoad) continue;
-    T* tile = tile_of(conv, staged, job);
-    if (signals.exotic) {
-      const int channels = min(kStagedChannels, staged.out_channels - job.group * kStagedChannels);
-#pragma unroll 1
-      for (int i = threadIdx.x; i < channels * job.rows * job.columns; i += kStagedConsumers * 32) {
-        const int x = i % job.columns, y = i / job.columns % job.rows, c = i / job.columns / job.rows;
-        tile[c * volume + static_cast<int64_t>(y) * staged.out[2] + x] =
-            direct_value(conv, job.n, job.group * kStagedChannels + c, job.z, job.y + y, job.x + x);
-      }
-      continue;
-    }
-    const int slot = kJ0 == 1 || t / 2 ? job.slot : (job.slot + kStagedSlots - 1) % kStagedSlots;
-    const T* inputs = memory.ring + slot * staged.layout.slot + job.skip + t % 2 + position;
-    T* results = memory.results + job.buffer * kStagedChannels * staged.layout.result_pitch + t;
-    const Element *first_base = memory.base + job.group * kStagedChannels + g,
-                  base[4] = {first_base[0], first_base[0], first_base[8], first_base[8]};
-    [[maybe_unused]] float check = 0;  // NaN if any of the sums is
-    for (int row = warp * kStagedWarpRows; row < job.rows; row += kStagedConsumers * kStagedWarpRows) {
-      Element sums[kStagedWarpRows][kTiles][4];
-      const T* x = inputs + row * kPitch;
-      const Element* v = memory.weights + job.group * kTerms * 128 + lane * 4;
-      const auto add_channel = [&](bool first) {
-        Element a[kTerms][4];
-#pragma unroll
-        for (int m = 0; m < kTerms; ++m)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) a[m][e] = v[m * 128 + e];
-        // A row of inputs is the second row of taps of one row of outputs, and the first of the next.
-        const auto input = [&](int r, int n) {
-          return kJ0 == 1 && t >= 2 ? Element(0) : static_cast<Element>(to_accumulator(x[r * kPitch + n * 8]));
-        };
-        Element b[kTiles];
-#pragma unroll
-        for (int n = 0; n < kTiles; ++n) b[n] = input(0, n);
-#pragma unroll
-        for (int r = 0; r < kStagedWarpRows; ++r)
-#pragma unroll
-          for (int n = 0; n < kTiles; ++n) {
-            const Element next = input(r + 1, n);
-            if (first)
-              multiply_add(sums[r][n], a[kTerms - 1], b[n], next, base);
-            else
-              multiply_add(sums[r][n], a[kTerms - 1], b[n], next, sums[r][n]);
-            if constexpr (kTerms == 2) multiply_add(sums[r][n], a[0], b[n], next, sums[r][n]);
-            b[n] = next;
-          }
-        x += (staged.layout.rows + 1) * kPitch;
-        v += groups * kTerms * 128;
-      };
-      add_channel(true);
-      for (int ci = 1; ci < staged.in_channels; ++ci) add_channel(false);
-#pragma unroll
-      for (int r = 0; r < kStagedWarpRows; ++r) {
-        if (row + r >= job.rows) break;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          T* to = results + result_at(staged, tile, g + 8 * half, row + r);
-#pragma unroll
-          for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              const float value = static_cast<float>(sums[r][n][2 * half + e]);
-              if constexpr (kTerms == 2) check += value;
-              if (n * 8 + e * 4 < job.columns - t) to[n * 8 + e * 4] = from_accumulator<T>(value);
-            }
-        }
-      }
-    }
-    if constexpr (kTerms == 2) {
-      // An infinite input makes NaN of a half of V that is zero, so what this lane has written is looked at again.
-      if (isnan(check))
-#pragma unroll 1
-        for (int i = 0; i < staged.layout.rows / kStagedConsumers * 16; ++i) {
-          const int column = i % 8 * 4 + t, c = g + i / 8 % 2 * 8, co = job.group * kStagedChannels + c;
-          const int y =
-              (i / 16 / kStagedWarpRows * kStagedConsumers + warp) * kStagedWarpRows + i / 16 % kStagedWarpRows;
-          if (y < job.rows && column < job.columns && co < staged.out_channels)
-            results[result_at(staged, tile, c, y) + column - t] =
-                direct_value(conv, job.n, co, job.z, job.y + y, job.x + column);
-        }
-    }
+  for (int c = threadIdx.x; c < groups * kStagedChannels; c += kStagedConsumers * 32) {
+    memory.base[c] = static_cast<Element>(Affine<double>(conv, min(c, out_channels - 1))(0));
+    trusted &= isfinite(memory.base[c]);
   }
+  if (!trusted) signals.exotic = true;
+  __mbarrier_arrive(&signals.collapsed);
+  StagedSignals::wait(signals.collapsed, 0);
+}
+
+// The consumers. A warp has the lanes (g, t) = (lane / 4, lane % 4), and computes kTogether rows of eight columns at once.
+template <class T, int kJ0>
+__device__ void compute_results(const Convolution<T>& conv, const Staged& staged, const StagedMemory<T>& memory,
+                                StagedSignals& signals) {
+  using Element = typename StagedTypes<T>::Element;
+  constexpr int kPitch = StagedRows<T>::kPitch, kTerms = StagedTypes<T>::kTerms;
+  constexpr int kTogether = staged_rows_together(sizeof(T)), kStrips = kStagedColumns / 8;
+  const StagedRows<T> layout(conv, staged);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4, strip = warp % kStrips * 8;
+  const int warp_rows = staged.layout.rows / (kStagedConsumers / kStrips), first_row = warp / kStrips * warp_rows;
+  const int of_channel = staged.layout.slot_rows * kPitch, result_row = staged.layout.result_row;
+  const int groups = staged.groups(), pitch = staged.layout.result_pitch;
+  const int64_t area = static_cast<int64_t>(staged.out[1]) * staged.out[2], volume = staged.out[0] * area;
+  // Column i of a product is position i / 2 + i % 2 * 4 of eight, so that the lanes t hold neighbours of a row.
+  const T* const inputs = memory.ring + first_row * kPitch + strip + g % 2 * 4 + g / 2 + t % 2;
+  T* const outputs = memory.results + g * pitch + first_row * result_row + strip + t;
+  unsigned plane = 0, job = 0;
+  for_runs(staged, [&](const StagedRun& run) {
+    const int rows = min(warp_rows, staged.out[1] - run.y - first_row), left = staged.out[2] - run.x - strip - t;
+    const int skip = layout.skip(run);
+    const T* tile = run.tile(conv, staged);
+    if constexpr (kJ0 == 2) {
+      StagedSignals::wait(signals.loaded[plane % kStagedSlots], plane / kStagedSlots);
+      ++plane;
+    }
+#pragma unroll 1
+    for (int z = run.begin; z < run.end; ++z, ++plane, tile += area) {
+      StagedSignals::wait(signals.loaded[plane % kStagedSlots], plane / kStagedSlots);
+      const T* const x = inputs + skip + (kJ0 == 1 || t / 2 ? plane : plane - 1) % kStagedSlots * staged.layout.slot;
+#pragma unroll 1
+      for (int group = 0; group < groups; ++group, ++job) {
+        const unsigned buffer = job % kStagedBuffers;
+        const int skew = staged_skew(staged, tile + group * kStagedChannels * volume);
+        T *to = outputs + buffer * kStagedChannels * pitch + skew, *to8 = to + 8 * pitch;
+        const Element *first_base = memory.base + group * kStagedChannels + g,
+                      base[4] = {first_base[0], first_base[0], first_base[8], first_base[8]};
+        if (job >= kStagedBuffers) StagedSignals::wait(signals.stored[buffer], job / kStagedBuffers - 1);
+        if (left + t > 0) {
+          [[maybe_unused]] float check = 0;  // NaN if any of the sums is
+#pragma unroll 1
+          for (int r = 0; r < rows; r += kTogether) {
+            Element sums[kTogether][4];
+            const T* in = x + r * kPitch;
+            const Element* v = memory.weights + group * kTerms * 128 + lane * 4;
+            const auto add_channel = [&](bool first) {
+              // A row of inputs is the second row of taps of one row of outputs, and the first of the next.
+              Element a[kTerms][4], b[kTogether + 1];
+#pragma unroll
+              for (int k = 0; k <= kTogether; ++k)
+                b[k] = kJ0 == 1 && t >= 2 ? Element(0) : static_cast<Element>(to_accumulator(in[k * kPitch]));
+#pragma unroll
+              for (int m = 0; m < kTerms; ++m)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) a[m][e] = v[m * 128 + e];
+#pragma unroll
+              for (int m = kTerms - 1; m >= 0; --m)
+#pragma unroll
+                for (int k = 0; k < kTogether; ++k) {
+                  if (first && m == kTerms - 1)
+                    multiply_add(sums[k], a[m], b[k], b[k + 1], base);
+                  else
+                    multiply_add(sums[k], a[m], b[k], b[k + 1], sums[k]);
+                }
+              in += of_channel;
+              v += groups * kTerms * 128;
+            };
+            add_channel(true);
+#pragma unroll 1
+            for (int ci = 1; ci < staged.in_channels; ++ci) add_channel(false);
+#pragma unroll
+            for (int k = 0; k < kTogether; ++k) {
+              if (r + k < rows)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                  const float value = static_cast<float>(sums[k][e]);
+                  if constexpr (kTerms == 2) check += value;
+                  if (left > e % 2 * 4) (e < 2 ? to : to8)[e % 2 * 4] = from_accumulator<T>(value);
+                }
+              to += result_row;
+              to8 += result_row;
+            }
+          }
+          if constexpr (kTerms == 2)
+            if (isnan(check)) signals.suspect = true;
+        }
+        publish_results();
+        __mbarrier_arrive(&signals.computed[buffer]);
+      }
+      __mbarrier_arrive(&signals.freed[(plane - (kJ0 - 1)) % kStagedSlots]);
+    }
+    if (kJ0 == 2) __mbarrier_arrive(&signals.freed[(plane - 1) % kStagedSlots]);
+  });
+}
+
+// The outputs of the block once more as they are defined: all of them, or those that are NaN.
+template <class T>
+__device__ __noinline__ void repair_outputs(const Convolution<T>& conv, const Staged& staged, bool all) {
+  const int64_t area = static_cast<int64_t>(staged.out[1]) * staged.out[2], volume = staged.out[0] * area;
+  for_runs(staged, [&](const StagedRun& run) {
+    const int rows = run.rows(staged), columns = run.columns(staged), channels = staged.out_channels;
+    for (int z = run.begin; z < run.end; ++z)
+#pragma unroll 1
+      for (int64_t i = threadIdx.x; i < static_cast<int64_t>(channels) * rows * columns; i += kStagedThreads) {
+        const int x = i % columns, y = i / columns % rows, co = i / columns / rows;
+        T& output =
+            run.tile(conv, staged)[co * volume + (z - run.begin) * area + static_cast<int64_t>(y) * staged.out[2] + x];
+        if (all || isnan(to_accumulator(output))) output = direct_value(conv, run.n, co, z, run.y + y, run.x + x);
+      }
+  });
 }
 
 template <class T, int kJ0>
-__global__ void __launch_bounds__(kStagedThreads, staged_blocks(sizeof(T)))
+__global__ void __launch_bounds__(kStagedThreads, kStagedBlocks)
     staged_conv(const __grid_constant__ Convolution<T> conv, const __grid_constant__ Staged staged) {
-  extern __shared__ __align__(16) double shared[];
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(kStagedLine) char lines[];
   __shared__ StagedSignals signals;
-  const StagedMemory<T> memory(staged, shared);
-  if (threadIdx.x == 0) __mbarrier_init(&signals.barrier, kStagedThreads);
+  const StagedMemory<T> memory(staged, lines);
+  if (threadIdx.x == 0) signals.init();
   __syncthreads();
-  if (threadIdx.x < kStagedConsumers * 32)
-    consume_planes<T, kJ0>(conv, staged, memory, signals);
-  else
-    produce_planes<T, kJ0>(conv, staged, memory, signals);
+  const int warp = threadIdx.x / 32;
+  if (warp < kStagedConsumers) {
+    collapse_weights(conv, staged, memory, signals);
+    compute_results<T, kJ0>(conv, staged, memory, signals);
+  } else if (warp == kStagedConsumers) {
+    load_planes<T, kJ0>(conv, staged, memory, signals);
+  } else {
+    store_results(conv, staged, memory, signals);
+    wait_for_bulk_writes();
+  }
+  __syncthreads();
+  if (signals.exotic || signals.suspect) repair_outputs(conv, staged, signals.exotic);
+#endif
 }
 
 }  // namespace fused

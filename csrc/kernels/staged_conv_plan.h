@@ -8,52 +8,82 @@
 
 namespace fused {
 
-inline constexpr int kStagedConsumers = 4;  // warps that compute; with eight of them or one row a warp it took as long
-inline constexpr int kStagedThreads = 32 * kStagedConsumers + 32;
-// Rows of a tile. (128, 3, 16, 32, 32) -> 16 channels takes 66 us on H200, a sixth more with 8 rows; batch 1, where blocks
-// are few, 14.0 us with 8, a tenth more with 16.
+inline constexpr int kStagedConsumers = 8;  // warps that compute
+inline constexpr int kStagedThreads = 32 * (kStagedConsumers + 2);
+inline constexpr int kStagedBlocks = 2;  // of a multiprocessor, as registers allow; with three, half types took longer
+// Rows of a tile. (128, 3, 16, 32, 32) -> 16 channels took a sixth more with 8 rows on H200; batch 1, where blocks are few,
+// a tenth more with 16.
 inline constexpr int kStagedRows = 16;
 inline constexpr int kFewStagedRows = 8;
-inline constexpr int kStagedWarpRows = 2;   // of these that a warp computes at once
-inline constexpr int kStagedColumns = 32;   // of a tile
+inline constexpr int kStagedColumns =
+    32;  // of a tile: strips of eight, a warp each, and the same again for half the rows
 inline constexpr int kStagedChannels = 16;  // output channels at a time
 inline constexpr int kStagedSlots = 4;      // input planes: two in use, two on their way
+inline constexpr int kStagedBuffers = 2;    // of results: one computed, one stored
+inline constexpr int kStagedLine = 128;     // bytes of a line of memory
 
-// Blocks of a multiprocessor, as the registers allow: float32 adds up in float64.
-constexpr int staged_blocks(int itemsize) { return itemsize == 2 ? 3 : 2; }
+// Rows that a warp computes at once. float32 adds up in float64, of which registers hold four; half types took 36 us with
+// eight, 38 with four.
+constexpr int staged_rows_together(int itemsize) { return itemsize == 2 ? 8 : 4; }
 
 // Sizes of the staged kernel's shared arrays, in elements of the dtype.
 struct StagedLayout {
-  int rows = 0;             // of outputs of a tile
-  int slot = 0;             // one input plane of all channels in the ring
+  int rows = 0;       // of outputs of a tile
+  int slot_rows = 0;  // of inputs of a channel in the ring: more than the tile needs, if a warp's last ones want it
+  int slot = 0;       // one input plane of all channels in the ring
   bool whole_rows = false;  // of the output in a tile: its results of a channel are one run there
   int result_row = 0;       // from one row of results to the next
   int result_pitch = 0;     // from one channel of results to the next
+  int results = 0;          // where the results begin, bytes
 };
 
+// How many of the lanes that write results together meet in one bank, where channels are `pitch` elements apart.
+inline int staged_bank_conflicts(int64_t pitch, int itemsize) {
+  int words[32] = {}, most = 0;
+  for (int g = 0; g < 8; ++g) {
+    int64_t previous = -1;
+    for (int t = 0; t < 4; ++t) {
+      const int64_t word = (g * pitch + t) * itemsize / 4;
+      if (word != previous) most = std::max(most, ++words[word % 32]);
+      previous = word;
+    }
+  }
+  return most;
+}
+
 inline StagedLayout staged_layout(const AvgPoolProblem& problem, int rows) {
-  const int64_t size = 16 / problem.itemsize, columns = std::min<int64_t>(problem.dims[2].output(), kStagedColumns);
-  // Whole vectors, by as many as let the lanes of a warp meet different banks.
-  const auto vectors = [size](int64_t elements, int64_t remainder) {
-    int64_t count = ceil_div(elements, size);
-    while (count % 8 != remainder) ++count;
-    return static_cast<int>(count * size);
-  };
+  const int64_t size = 16 / problem.itemsize, line = kStagedLine / problem.itemsize;
+  const int64_t columns = std::min<int64_t>(problem.dims[2].output(), kStagedColumns);
   StagedLayout layout;
   layout.rows = rows;
-  layout.slot = vectors(problem.in_channels * (rows + 1) * (kStagedColumns + size), 4);
+  layout.slot_rows = std::max(rows, rows / 2 + staged_rows_together(problem.itemsize)) + 1;
+  // Neighbours in the ring are half a line apart, for the lanes of a warp read from two of them.
+  layout.slot = static_cast<int>(
+      round_up(problem.in_channels * layout.slot_rows * (kStagedColumns + size) + line / 2, line) - line / 2);
   // Whole rows follow one another without a gap, as in the output.
   layout.whole_rows = columns == problem.dims[2].output();
   layout.result_row = static_cast<int>(layout.whole_rows ? columns : columns + size);
-  layout.result_pitch = vectors(rows * layout.result_row + size, 1);
+  int64_t pitch = rows * layout.result_row + line - 1;
+  const int64_t volume = problem.outputs();
+  if (!layout.whole_rows) {
+    pitch = round_up(pitch, line) + size;
+  } else {
+    // As far apart as in the output, up to whole lines, or vectors where that would have too many lanes meet.
+    const int64_t unit = staged_bank_conflicts(volume % line, problem.itemsize) <= 2 ? line : size;
+    while ((pitch - volume) % unit != 0 || (unit == size && staged_bank_conflicts(pitch, problem.itemsize) > 2))
+      ++pitch;
+  }
+  layout.result_pitch = static_cast<int>(pitch);
+  const int64_t channels = round_up(problem.out_channels, kStagedChannels);
+  layout.results = static_cast<int>(round_up((problem.in_channels * 8 + 1) * channels * 8, kStagedLine));
   return layout;
 }
 
-// V, its factors and what is added to its products, two buffers of results and the ring of inputs, bytes.
+// V and what is added to its products, two buffers of results and the ring of inputs, bytes.
 inline int64_t staged_shared_memory(const AvgPoolProblem& problem, const StagedLayout& layout) {
-  const int64_t channels = ceil_div(problem.out_channels, kStagedChannels) * kStagedChannels;
-  return (problem.in_channels * 8 + 2) * channels * 8 +
-         (2 * kStagedChannels * layout.result_pitch + kStagedSlots * layout.slot) * problem.itemsize;
+  return layout.results + (static_cast<int64_t>(kStagedBuffers) * kStagedChannels * layout.result_pitch +
+                           static_cast<int64_t>(kStagedSlots) * layout.slot) *
+                              problem.itemsize;
 }
 
 // Planes of outputs of all tiles of one sample.
