@@ -179,9 +179,14 @@ struct TapSums {
   }
 };
 
+// What inputs are added up in before their sums go on in float64. Of float32, even a sum of two might leave the error above
+// that of torch.mean where the plane's values cancel.
+template <class T>
+using Partial = std::conditional_t<sizeof(T) == 2, float, double>;
+
 // A sum in float32 may overflow where the plane's does not, unless its values are float16. What is not finite is summed
 // again by wide_sum, in float64.
-template <class T, class Acc = Accumulator<T>>
+template <class T, class Acc = Partial<T>>
 constexpr bool kMayOverflow = std::is_same_v<Acc, float> && !std::is_same_v<T, __half>;
 
 template <class T>
@@ -270,8 +275,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kChunkBlocks<T>)
   if (item < planes * chunks) {
     const int64_t begin = item % chunks * chunk_elements;
     const int64_t end = begin + chunk_elements < plane ? begin + chunk_elements : plane;
-    sum = strided_sum<Accumulator<T>>(input + item / chunks * plane + begin, end - begin, threadIdx.x % (warps * 32),
-                                      warps * 32);
+    sum = strided_sum<Partial<T>>(input + item / chunks * plane + begin, end - begin, threadIdx.x % (warps * 32),
+                                  warps * 32);
   }
   sum = warp_sum(sum);
   if (warps == 1) {
@@ -288,21 +293,18 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kChunkBlocks<T>)
   }
 }
 
-// One lane's share of a plane in shared memory. In float32, the error of sums of more than four would exceed that of
-// torch.mean, and of fewer where there are few; each conversion to float64 takes as long as eight additions.
-template <class Sum, class T>
-__device__ Sum lane_sum(const T* x, int plane, int lane, int lanes) {
-  constexpr int kFew = 32;
-  Sum sum = 0;
+// One lane's share of a plane in shared memory.
+template <class T>
+__device__ Partial<T> lane_sum(const T* x, int plane, int lane, int lanes) {
+  Partial<T> sum = 0;
   int i = lane;
-  if (plane >= kFew)
 #pragma unroll 4
-    for (; i + 3 * lanes < plane; i += 4 * lanes) {
-      const Accumulator<T> values[4] = {to_accumulator(x[i]), to_accumulator(x[i + lanes]),
-                                        to_accumulator(x[i + 2 * lanes]), to_accumulator(x[i + 3 * lanes])};
-      sum += static_cast<Sum>(tree_sum(values));
-    }
-  for (; i < plane; i += lanes) sum += static_cast<Sum>(to_accumulator(x[i]));
+  for (; i + 3 * lanes < plane; i += 4 * lanes) {
+    const Partial<T> values[4] = {to_accumulator(x[i]), to_accumulator(x[i + lanes]), to_accumulator(x[i + 2 * lanes]),
+                                  to_accumulator(x[i + 3 * lanes])};
+    sum += tree_sum(values);
+  }
+  for (; i < plane; i += lanes) sum += to_accumulator(x[i]);
   return sum;
 }
 
@@ -333,8 +335,6 @@ template <class T, class Store>
 __global__ void __launch_bounds__(kTileThreads)
     tile_sums(const T* __restrict__ input,  // (planes, plane)
               int64_t planes, int plane, int tile_planes, int lanes, Store store, TapSums<T> taps) {
-  // In float32, the error of sums this short would exceed that of torch.mean.
-  using Sum = std::conditional_t<sizeof(T) == 2, float, double>;
   extern __shared__ __align__(16) unsigned char staged[];
   allow_next_launch();
   if (taps.is_mine()) return taps.run();
@@ -359,13 +359,13 @@ __global__ void __launch_bounds__(kTileThreads)
 
   const int lane = threadIdx.x % lanes;
   for (int p = threadIdx.x / lanes; p < (count + 31) / 32 * 32; p += kTileThreads / lanes) {
-    Sum sum = 0;
+    Partial<T> sum = 0;
     if (p < count) {
       const int begin = skew + p * plane;
       if constexpr (sizeof(T) == 2)
-        sum = lanes == 1 ? pairs_sum(tile, begin, plane) : lane_sum<Sum>(tile + begin, plane, lane, lanes);
+        sum = lanes == 1 ? pairs_sum(tile, begin, plane) : lane_sum(tile + begin, plane, lane, lanes);
       else
-        sum = lane_sum<Sum>(tile + begin, plane, lane, lanes);
+        sum = lane_sum(tile + begin, plane, lane, lanes);
     }
     sum = group_sum(sum, lanes);
     if (lane == 0 && p < count)
@@ -376,17 +376,17 @@ __global__ void __launch_bounds__(kTileThreads)
 // ---- Sums of planes, channels last -------------------------------------------------------------------------------
 
 // Adds up kWidth neighbouring channels over `cells` cells, which the walk goes through. Each channel's loads add up pairwise
-// and their sums in float64, as above; float32 from pairs on, or the error of few cells would exceed that of torch.mean.
+// and their sums in float64, as above.
 template <class Acc, int kWidth, class T, class Walk>
 __device__ void cell_sums(const T* x, Walk walk, int cells, double (&sums)[kWidth]) {
   constexpr int kLoads = kWidth > 1 ? kCellLoads : kScalarCellLoads;
-  constexpr int kTogether = std::is_same_v<T, float> ? 2 : kLoads;
+  constexpr int kTogether = std::is_same_v<Acc, Accumulator<T>> ? kLoads : 1;
   if constexpr (kWidth == 1) {
     for (; cells > 0; cells -= kLoads) {
-      Acc values[kLoads];
+      Accumulator<T> values[kLoads];
 #pragma unroll
       for (int u = 0; u < kLoads; ++u) {
-        values[u] = u < cells ? to_accumulator(x[walk.offset()]) : Acc(0);
+        values[u] = u < cells ? to_accumulator(x[walk.offset()]) : Accumulator<T>(0);
         walk.advance();
       }
       add_groups<kTogether>(values, sums[0]);
@@ -410,10 +410,10 @@ __device__ void cell_sums(const T* x, Walk walk, int cells, double (&sums)[kWidt
       constexpr int kHalf = kWidth / 2;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        Acc values[kHalf][kLoads];
+        Accumulator<T> values[kHalf][kLoads];
 #pragma unroll
         for (int u = 0; u < kLoads; ++u) {
-          Acc unpacked[kHalf];
+          Accumulator<T> unpacked[kHalf];
           unpack<T>(half ? uint2{loaded[u].z, loaded[u].w} : uint2{loaded[u].x, loaded[u].y}, unpacked);
 #pragma unroll
           for (int q = 0; q < kHalf; ++q) values[q][u] = unpacked[q];
@@ -535,7 +535,7 @@ __global__ void __launch_bounds__(kColumnThreads, Store::kColumnBlocks)
     double sums[kWidth] = {};
     if (is_column) {
       const T* x = input + (sample * plane + cells.begin(region)) * channels + channel;
-      cell_sums<Accumulator<T>>(x, cells.walk(region, mine.begin + row, rows, channels), row_cells, sums);
+      cell_sums<Partial<T>>(x, cells.walk(region, mine.begin + row, rows, channels), row_cells, sums);
       if constexpr (kMayOverflow<T>)
         replace_infinite(sums, [&](double (&again)[kWidth]) {
           wide_cell_sums(x, cells.walk(region, mine.begin + row, rows, channels), row_cells, again);
@@ -599,7 +599,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kBoxBlocks)
               cells(plane + (i0 * dim1.size + mine.begin + row) * dim2.size + unit * kWidth,
                     LineWalk(0, rows, dim2.size));
           };
-          add([&](const T* x, const LineWalk& walk) { cell_sums<Accumulator<T>>(x, walk, loads, sums); });
+          add([&](const T* x, const LineWalk& walk) { cell_sums<Partial<T>>(x, walk, loads, sums); });
           if constexpr (kMayOverflow<T>)
             replace_infinite(sums, [&](double (&again)[kWidth]) {
               add([&](const T* x, const LineWalk& walk) { wide_cell_sums(x, walk, loads, again); });
