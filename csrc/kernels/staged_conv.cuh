@@ -4,13 +4,13 @@
 // from the input planes z and z + 1, each eight columns of half the rows; its storer warp sends finished results away. One
 // product takes 8 taps of an input channel: 16 output channels x 8 taps times 8 taps x 8 positions.
 //
-// On H200, (128, 3, 16, 32, 32) -> 16 channels: 49 us in float32, of which the products alone take 23 and the bytes 35.
-// - The warps wait for one another plane by plane, each kind on its own: with one barrier of the block a plane, 57 us, and
-//   65 where the loader stored as well.
+// On H200, (128, 3, 16, 32, 32) -> 16 channels take 50 us in float32, of which the products alone would take 23 and the bytes
+// 35. What that rests on:
+// - The warps wait for one another plane by plane, each kind on its own: one barrier of the block a plane cost 11 us.
 // - Results are gathered in shared memory and stored in bulk, a run of all rows a channel: rows of 31 floats written from
-//   registers share their 32-byte sectors. A run has the same place in its 128-byte lines in both memories: with only the
-//   vectors aligned, the bulk stores took 10 us longer.
-// - A tap of V is read once, in whichever order the threads come by it: by way of shared memory, V was there 4 us later.
+//   registers share their 32-byte sectors. A run has the same place in its 128-byte lines in both memories: with only its
+//   vectors aligned, it took 3 us more.
+// - V is summed from the weight as it comes, all taps on their way together: by way of shared memory, it was there 2 us later.
 #pragma once
 
 #include <cuda_awbarrier_primitives.h>

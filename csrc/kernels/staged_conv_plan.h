@@ -11,12 +11,10 @@ namespace fused {
 inline constexpr int kStagedConsumers = 8;  // warps that compute
 inline constexpr int kStagedThreads = 32 * (kStagedConsumers + 2);
 inline constexpr int kStagedBlocks = 2;  // of a multiprocessor, as registers allow; with three, half types took longer
-// Rows of a tile. (128, 3, 16, 32, 32) -> 16 channels took a sixth more with 8 rows on H200; batch 1, where blocks are few,
-// a tenth more with 16.
+// Rows of a tile: 8 while there are fewer tiles than multiprocessors, so that twice as many blocks share the work.
 inline constexpr int kStagedRows = 16;
 inline constexpr int kFewStagedRows = 8;
-inline constexpr int kStagedColumns =
-    32;  // of a tile: strips of eight, a warp each, and the same again for half the rows
+inline constexpr int kStagedColumns = 32;   // of a tile, in strips of eight: a warp has one of them and half the rows
 inline constexpr int kStagedChannels = 16;  // output channels at a time
 inline constexpr int kStagedSlots = 4;      // input planes: two in use, two on their way
 inline constexpr int kStagedBuffers = 2;    // of results: one computed, one stored
