@@ -351,6 +351,19 @@ def test_without_taps_the_affine_part_is_left(inputs: Inputs, kwargs: dict[str, 
     assert not check(B, x, w, **kwargs).any()
 
 
+def test_staged_kernel_leaves_room_for_its_barriers() -> None:
+    """Of the 232448 bytes that a block may have on an H200, it has 128 beside those that its launch asks for."""
+    kernels, most = set(), 0
+    for channels in range(16, 401, 16):
+        for dtype in (f32, f16):
+            x = torch.empty(64, 6, 4, 32, 30, dtype=dtype, device="meta")
+            plan = fused_kernels.plan(B, x, x.new_empty(6, channels, 3, 3, 3), **WORKLOAD)
+            kernels.add(plan.launches[0].kernel)
+            if plan.launches[0].kernel in STAGED:
+                most = max(most, plan.launches[0].shared_memory)
+    assert kernels == {"staged_conv", "split_taps"} and 220000 < most <= 232448 - 128
+
+
 # ---- special values ------------------------------------------------------------------------------------------------
 
 
@@ -397,6 +410,25 @@ def test_infinite_weights(
     x, w = inputs.input(2, 3, 6, 5, positive=True, dtype=dtype), inputs.weight(3, channels, 3, 3, dtype=dtype)
     w[1, 2, 0, 1] = value
     check(B, x, w, **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [f32, f16, bf16], ids=str)
+@pytest.mark.parametrize("shape", [(300, 2, 5, 9, 9), (60, 2, 5, 9, 40)], ids=str)  # whole rows, and rows of two tiles
+@pytest.mark.parametrize("infinite_weight", [False, True], ids=["inputs", "weight"])
+def test_special_values_here_and_there(
+    inputs: Inputs, dtype: torch.dtype, shape: tuple[int, ...], infinite_weight: bool
+) -> None:
+    """In a call whose blocks take several planes each."""
+    x = inputs.input(*shape, positive=True, dtype=dtype)
+    w = inputs.weight(2, 17, 3, 3, 3, positive=True, dtype=dtype)
+    plan = fused_kernels.plan(B, x.to("meta"), w.to("meta"), **WORKLOAD)
+    assert [launch.kernel for launch in plan.launches] == STAGED
+    if infinite_weight:
+        w[1, 16, 1, 2, 0] = math.inf
+    else:
+        flat = x.view(-1)
+        flat[5::991], flat[77::1999] = math.inf, math.nan
+    check(B, x, w, **WORKLOAD)
 
 
 @every_dtype

@@ -75,8 +75,7 @@ inline AvgPoolPlan plan_conv_transpose_avg_pool(const AvgPoolProblem& problem, c
     plan.staged = staged_layout(problem, rows);
     plan.staged_steps = staged_steps(problem, rows);
     const int64_t shared_memory = staged_shared_memory(problem, plan.staged);
-    const int64_t blocks =
-        device.multiprocessors * std::clamp<int64_t>(device.shared_memory_per_block / shared_memory, 1, kStagedBlocks);
+    const int64_t blocks = device.multiprocessors * staged_blocks(shared_memory, device);
     plan.add("staged_conv", std::min(count_product({problem.batch, plan.staged_steps}), blocks), kStagedThreads,
              shared_memory);
     return plan;

@@ -184,8 +184,7 @@ struct TapSums {
 template <class T>
 using Partial = std::conditional_t<sizeof(T) == 2, float, double>;
 
-// A sum in float32 may overflow where the plane's does not, unless its values are float16. What is not finite is summed
-// again by wide_sum, in float64.
+// A sum of bfloat16 in float32 may overflow where the plane's does not. What is not finite is summed again, in float64.
 template <class T, class Acc = Partial<T>>
 constexpr bool kMayOverflow = std::is_same_v<Acc, float> && !std::is_same_v<T, __half>;
 
@@ -375,8 +374,8 @@ __global__ void __launch_bounds__(kTileThreads)
 
 // ---- Sums of planes, channels last -------------------------------------------------------------------------------
 
-// Adds up kWidth neighbouring channels over `cells` cells, which the walk goes through. Each channel's loads add up pairwise
-// and their sums in float64, as above.
+// Adds up kWidth neighbouring channels over `cells` cells, which the walk goes through: in float64 at once, unless Acc is what
+// the dtype accumulates in; then each channel's loads add up pairwise and their sums in float64.
 template <class Acc, int kWidth, class T, class Walk>
 __device__ void cell_sums(const T* x, Walk walk, int cells, double (&sums)[kWidth]) {
   constexpr int kLoads = kWidth > 1 ? kCellLoads : kScalarCellLoads;

@@ -48,7 +48,7 @@ struct StagedTypes<float> {
 };
 
 // What the warps of a block tell each other. Each barrier counts the uses of its buffer: `wait` returns when use number
-// `use` of it is over.
+// `use` of it is over. It tells a use only from the next, so none may run two ahead of who waits; the buffers see to that.
 struct StagedSignals {
   __mbarrier_t loaded[kStagedSlots], freed[kStagedSlots];  // a plane of inputs, by the loader and by the consumers
   __mbarrier_t computed[kStagedBuffers], stored[kStagedBuffers];  // results, by the consumers and by the storer
@@ -73,6 +73,7 @@ struct StagedSignals {
     }
   }
 };
+static_assert(sizeof(StagedSignals) <= kStagedSignals);
 
 // The carve-up of a block's shared memory.
 template <class T>
@@ -80,7 +81,7 @@ struct StagedMemory {
   using Element = typename StagedTypes<T>::Element;
   Element* weights;  // (C_in, groups, terms, 32 lanes, 4): V times the factors, as the tensor cores want it
   Element* base;     // (channels): what bias and shift add
-  T* results;        // (2, 16 channels, result pitch), from a whole line on
+  T* results;        // (2, 16 channels, result pitch), the first of them from a whole line on
   T* ring;           // (4 slots, C_in, slot rows, pitch)
   __device__ StagedMemory(const Staged& staged, void* memory) {
     weights = static_cast<Element*>(memory);
@@ -177,7 +178,8 @@ struct StagedRows {
   }
 };
 
-// Starts the copy of the inputs that a plane of the tile needs, (C_in, rows + 1, kPitch); zero where there is no input.
+// Starts the copy of the inputs that a plane of the tile needs, (C_in, slot rows, kPitch), of which rows + 1 are filled; zero
+// where there is no input.
 template <class T>
 __device__ void copy_plane(const Convolution<T>& conv, const Staged& staged, const StagedRun& run, int z, T* to) {
   using Rows = StagedRows<T>;

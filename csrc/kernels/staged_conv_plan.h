@@ -14,11 +14,13 @@ inline constexpr int kStagedBlocks = 2;  // of a multiprocessor, as registers al
 // Rows of a tile: 8 while there are fewer tiles than multiprocessors, so that twice as many blocks share the work.
 inline constexpr int kStagedRows = 16;
 inline constexpr int kFewStagedRows = 8;
-inline constexpr int kStagedColumns = 32;   // of a tile, in strips of eight: a warp has one of them and half the rows
+// Of a tile, in strips of eight: a warp has one of them and half the rows.
+inline constexpr int kStagedColumns = 32;
 inline constexpr int kStagedChannels = 16;  // output channels at a time
 inline constexpr int kStagedSlots = 4;      // input planes: two in use, two on their way
 inline constexpr int kStagedBuffers = 2;    // of results: one computed, one stored
 inline constexpr int kStagedLine = 128;     // bytes of a line of memory
+inline constexpr int kStagedSignals = 128;  // bytes of shared memory beside what the layout says
 
 // Rows that a warp computes at once. float32 adds up in float64, of which registers hold four; half types took 36 us with
 // eight, 38 with four.
@@ -26,9 +28,9 @@ constexpr int staged_rows_together(int itemsize) { return itemsize == 2 ? 8 : 4;
 
 // Sizes of the staged kernel's shared arrays, in elements of the dtype.
 struct StagedLayout {
-  int rows = 0;       // of outputs of a tile
-  int slot_rows = 0;  // of inputs of a channel in the ring: more than the tile needs, if a warp's last ones want it
-  int slot = 0;       // one input plane of all channels in the ring
+  int rows = 0;             // of outputs of a tile
+  int slot_rows = 0;        // of inputs of a channel in the ring, with those that a warp reads beyond its tile
+  int slot = 0;             // one input plane of all channels in the ring
   bool whole_rows = false;  // of the output in a tile: its results of a channel are one run there
   int result_row = 0;       // from one row of results to the next
   int result_pitch = 0;     // from one channel of results to the next
@@ -84,6 +86,13 @@ inline int64_t staged_shared_memory(const AvgPoolProblem& problem, const StagedL
                               problem.itemsize;
 }
 
+// Blocks that a multiprocessor takes at once. The system keeps a part of its shared memory for each of them.
+inline int64_t staged_blocks(int64_t shared_memory, const DeviceProperties& device) {
+  constexpr int64_t kKept = 1024;
+  return std::clamp<int64_t>((device.shared_memory_per_block + kKept) / (shared_memory + kStagedSignals + kKept), 1,
+                             kStagedBlocks);
+}
+
 // Planes of outputs of all tiles of one sample.
 inline int64_t staged_steps(const AvgPoolProblem& problem, int rows) {
   return problem.dims[0].output() * ceil_div(problem.dims[1].output(), rows) *
@@ -113,7 +122,8 @@ inline bool fits_staged(const AvgPoolProblem& problem, const DeviceProperties& d
       problem.dims[1].output() * problem.dims[2].output() > kMax32BitSize ||
       staged_steps(problem, kFewStagedRows) > kMax32BitSize)
     return false;
-  return staged_shared_memory(problem, staged_layout(problem, kStagedRows)) <= device.shared_memory_per_block;
+  return staged_shared_memory(problem, staged_layout(problem, kStagedRows)) + kStagedSignals <=
+         device.shared_memory_per_block;
 }
 
 }  // namespace fused
