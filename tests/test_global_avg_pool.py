@@ -519,6 +519,19 @@ def test_few_outputs(inputs: Inputs, layout: str) -> None:
             check(A0, LAYOUTS[layout](inputs.input(*shape)), inputs.weight(shape[1], 2, 3, 3), stride=2)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 33), (1, 1, 7, 9), (1, 3, 6, 99), (1, 1, 40, 40), (2, 1, 90, 70)], ids=str)
+def test_one_plane(inputs: Inputs, layout: str, shape: tuple[int, ...]) -> None:
+    """Whose mean is near zero by chance: a rounding of any of its partial sums to float32 would show."""
+    for _ in range(60):
+        check(G, LAYOUTS[layout](inputs.input(*shape)))
+
+
+def test_a_plane_that_nearly_cancels(device: torch.device) -> None:
+    """Its error was 2.4 times torch.mean's when float32 partial sums of up to 32 elements were added up."""
+    check(G, Inputs(1, device).input(1, 1, 6, 99))
+
+
 @every_dtype
 def test_long_sums(inputs: Inputs, dtype: torch.dtype) -> None:
     """The error does not grow with the plane: an offset of 1000 would show lost low bits."""
