@@ -449,7 +449,6 @@ def test_list_and_unknown_names(capsys: pytest.CaptureFixture[str]) -> None:
 # --- The README's table ---
 
 
-@pytest.mark.usefixtures("ours_is_eager")
 def test_readme_holds_the_committed_results() -> None:
     root = Path(__file__).parent.parent
     results = [root / "benchmarks" / "results" / name for name in ("h200.json", "cpu.json")]
@@ -457,6 +456,7 @@ def test_readme_holds_the_committed_results() -> None:
     assert report.update_readme(text, map(report.read_json, results)) == text
 
 
+@pytest.mark.usefixtures("ours_is_eager")
 def test_readme_table_comes_from_json(tmp_path: Path) -> None:
     _, run = bench(tmp_path, "--case", "A-small", "G-7", "--peers", "ours", "eager")
     copy = tmp_path / "copy.json"

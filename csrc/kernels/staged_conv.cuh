@@ -8,8 +8,8 @@
 // 35. What that rests on:
 // - The warps wait for one another plane by plane, each kind on its own: one barrier of the block a plane cost 11 us.
 // - Results are gathered in shared memory and stored in bulk, a run of all rows a channel: rows of 31 floats written from
-//   registers share their 32-byte sectors. A run has the same place in its 128-byte lines in both memories: with only its
-//   vectors aligned, it took 3 us more.
+//   registers share their 32-byte sectors. In the first buffer a run has the same place in its 128-byte lines as in the
+//   output: with only its vectors aligned, it took 3 us more. In the second only its vectors are.
 // - V is summed from the weight as it comes, all taps on their way together: by way of shared memory, it was there 2 us later.
 #pragma once
 
@@ -156,7 +156,8 @@ __device__ __forceinline__ void for_runs(const Staged& staged, Body body) {
   }
 }
 
-// Where results of the first channel begin in their buffer: a run is to have the same place in its lines as in the output.
+// Where results of the first channel begin in their buffer: in the first one, runs have the same place in their lines as in
+// the output.
 template <class T>
 __device__ int staged_skew(const Staged& staged, const T* tile) {
   return staged.layout.whole_rows ? static_cast<unsigned>(reinterpret_cast<uintptr_t>(tile) / sizeof(T)) %
