@@ -203,16 +203,11 @@ def conv_transpose_global_avg_pool_logsumexp(
     name = "conv_transpose_global_avg_pool_logsumexp"
     scale, shift = _tensor(scale, name, "scale"), _tensor(shift, name, "shift")
     op, guard = _enter(_OPS.conv_transpose_global_avg_pool_logsumexp.default, (input, weight, bias, scale, shift))
+    sizes = _convolution(stride, padding, output_padding, groups, dilation)
     with guard:
-        return op(
-            input,
-            weight,
-            bias,
-            *_convolution(stride, padding, output_padding, groups, dilation),
-            scale=scale,
-            shift=shift,
-            out_scale=out_scale,
-        )
+        if scale is None:  # most calls have none, and saying so costs the dispatcher a microsecond
+            return op(input, weight, bias, *sizes, shift=shift, out_scale=out_scale)
+        return op(input, weight, bias, *sizes, scale=scale, shift=shift, out_scale=out_scale)
 
 
 def conv_transpose_avg_pool(
