@@ -291,11 +291,17 @@ __device__ void store_results(const Convolution<T>& conv, const Staged& staged, 
               if (first + i < last) target[first + i] = source[first + i];
           wait_for_bulk_reads();
         } else if (lane < columns) {
-          for (int c = 0; c < channels; ++c)
-#pragma unroll 8
-            for (int y = 0; y < rows; ++y)
-              tile[c * volume + static_cast<int64_t>(y) * staged.out[2] + lane] =
-                  results[c * pitch + y * staged.layout.result_row + lane];
+          // All rows are read before one is written: to the compiler, they might be the same memory.
+          for (int c = 0; c < channels; ++c) {
+            T values[kStagedRows];
+#pragma unroll
+            for (int y = 0; y < kStagedRows; ++y)
+              if (y < rows) values[y] = results[c * pitch + y * staged.layout.result_row + lane];
+            T* target = tile + c * volume + lane;
+#pragma unroll
+            for (int y = 0; y < kStagedRows; ++y, target += staged.out[2])
+              if (y < rows) *target = values[y];
+          }
         }
         __mbarrier_arrive(&signals.stored[buffer]);
       }
