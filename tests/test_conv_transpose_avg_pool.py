@@ -224,6 +224,39 @@ def test_a_sample_is_the_same_in_every_batch(inputs: Inputs, dtype: torch.dtype,
     assert torch.equal(conv_transpose_avg_pool(x, w, **WORKLOAD), together)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize(
+    ("kernel", "size"),
+    [(1, (8, 30)), (1, (9, 31)), (3, (9, 31)), (3, (18, 30)), (4, (8, 30)), (4, (9, 31)), (4, (17, 2)), (7, (16, 31))],
+    ids=str,
+)
+@every_dtype
+def test_two_columns_a_thread(
+    inputs: Inputs, dtype: torch.dtype, kernel: int, size: tuple[int, int], layout: str
+) -> None:
+    """Where there are enough of them for all multiprocessors: the same bits as one at a time."""
+    kwargs = {"stride": min(kernel, 2), "padding": (kernel - 1) // 2, "pool_kernel_size": min(kernel, 2), "groups": 2}
+    w = inputs.weight(2, 1, kernel, kernel, dtype=dtype)
+    few = LAYOUTS[layout](inputs.input(3, 2, *size, dtype=dtype))
+    height, width = conv_transpose_avg_pool(few, w, **kwargs).shape[2:]
+    batch = math.ceil(132 * 512 / (2 * math.ceil(height / 8) * math.ceil(width / 2)))
+    many = few[torch.arange(batch, device=few.device) % 3]
+    if layout == "channels_last":
+        many = many.to(memory_format=torch.channels_last)
+    bias, shift = inputs.channels(2, dtype=dtype), inputs.channels(2, dtype=dtype)
+    variants = [fused_kernels.plan(B, x.to("meta"), w.to("meta"), **kwargs).variant for x in (many[1:], many)]
+    assert variants == ["one thread a column", "one thread two columns"]
+    alone = check(B, few, w, bias, **kwargs, scale1=0.5, shift=shift)
+    together = conv_transpose_avg_pool(many, w, bias, **kwargs, scale1=0.5, shift=shift)
+    assert all(torch.equal(together[i::3], alone[i].expand_as(together[i::3])) for i in range(3))
+    w[1, 0, 0, 0], few[:, 0, -1, -1] = math.inf, math.nan
+    many = LAYOUTS[layout](few[torch.arange(batch, device=few.device) % 3])
+    assert torch.equal(
+        conv_transpose_avg_pool(many, w, bias, **kwargs)[:3].nan_to_num(nan=-1),
+        conv_transpose_avg_pool(few, w, bias, **kwargs).nan_to_num(nan=-1),
+    )
+
+
 # ---- values --------------------------------------------------------------------------------------------------------
 
 
@@ -467,8 +500,8 @@ def test_intermediate_beyond_half_stays_finite(device: torch.device, dtype: torc
         (bf16, 5, {"stride": 2, "padding": 1}, "staged_conv"),
         (f32, 20, {"padding": 1}, "implicit_gemm"),
         (bf16, 20, {"padding": 1}, "implicit_gemm"),
-        (f32, 1, {"padding": 1, "groups": 6}, "column_conv"),
-        (f32, 3, {"dilation": 3, "groups": 2}, "direct_conv"),
+        *((dtype, 1, {"padding": 1, "groups": 6}, "column_conv") for dtype in (f32, bf16)),
+        *((dtype, 3, {"dilation": 3, "groups": 2}, "direct_conv") for dtype in (f32, bf16)),
     ],
     ids=str,
 )
@@ -483,6 +516,20 @@ def test_taps_beyond_float32(
     x, w = x.to(dtype), w.to(dtype)
     assert launched(B, {"input": x, "weight": w, **kwargs}).endswith(kernel)
     assert check(B, x, w, **kwargs, against_eager=False).isfinite().all()
+
+
+@cuda_only
+@pytest.mark.parametrize("kernel", [1, 3, 9])
+def test_sums_beyond_float32_that_a_factor_brings_back(kernel: int) -> None:
+    """Of the kernel for few channels, which adds up again in float64 what is not finite."""
+    largest = torch.finfo(bf16).max
+    x = torch.full((2, 6, 9, 12), largest, dtype=bf16, device="cuda")
+    w = torch.ones(6, 1, kernel, kernel, dtype=bf16, device="cuda")
+    x[:, ::2], w[3:] = largest / 2, 4
+    arguments = {"stride": 1, "padding": kernel // 2, "groups": 6}
+    assert launched(B, {"input": x, "weight": w, **arguments}).endswith("column_conv")
+    ours = check(B, x, w, **arguments, scale1=2.0**-10, against_eager=False)
+    assert ours.isfinite().all()
 
 
 # ---- sizes ---------------------------------------------------------------------------------------------------------

@@ -55,8 +55,11 @@ template <class Acc>
 struct Affine {
   Acc over_pool, bias, scale1, shift, scale2;
   template <class T>
-  __device__ Affine(const Convolution<T>& conv, int64_t channel)
-      : over_pool(static_cast<Acc>(1.0 / conv.pool_size)),
+  __device__ Affine(const Convolution<T>& conv, int64_t channel) : Affine(conv, channel, 1.0 / conv.pool_size) {}
+  // Where V brings the average of the pool with it, 1.
+  template <class T>
+  __device__ Affine(const Convolution<T>& conv, int64_t channel, double over_pool)
+      : over_pool(static_cast<Acc>(over_pool)),
         bias(load<T>(conv.bias, channel)),
         scale1(load<T>(conv.scale1, channel)),
         shift(load<T>(conv.shift, channel)),

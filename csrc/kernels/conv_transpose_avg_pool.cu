@@ -22,7 +22,8 @@ namespace {
 template <class T>
 using DirectSum = std::conditional_t<sizeof(T) == 2, float, double>;
 
-// V for the kernels below, (C_in/groups, taps, C_out).
+// V over the pool's size for the kernels below, (C_in/groups, taps, C_out): an average of weights, which is finite where
+// their sum need not be.
 template <class T>
 __global__ void __launch_bounds__(kDirectThreads)
     collapse_taps(const __grid_constant__ Convolution<T> conv, DirectSum<T>* collapsed, int64_t count) {
@@ -34,107 +35,220 @@ __global__ void __launch_bounds__(kDirectThreads)
        i += static_cast<int64_t>(gridDim.x) * kDirectThreads) {
     const int64_t channel = i % conv.out_channels, j = i / conv.out_channels % taps, ci = i / conv.out_channels / taps;
     const int64_t group = channel / per_group, co = channel % per_group;
-    collapsed[i] =
-        static_cast<DirectSum<T>>(collapsed_tap(conv, group * in_group + ci, co, {j / j2 / j1, j / j2 % j1, j % j2}));
+    const double sum = collapsed_tap(conv, group * in_group + ci, co, {j / j2 / j1, j / j2 % j1, j % j2});
+    collapsed[i] = static_cast<DirectSum<T>>(sum / conv.pool_size);
   }
 }
 
-// Few output channels a group, as with one for each input channel: a thread takes kColumnRows outputs of a column, whose inputs
-// overlap; each is converted once. kTaps1 is the number of offsets along the column, 0 for any. The lanes of a warp take
-// neighbours in memory: of a row, or channels where they come last.
+// Few output channels a group, as with one for each input channel: a thread takes kColumnRows outputs of a column, or of two
+// side by side, whose inputs overlap; each is loaded and converted once. kTaps1 is the number of offsets along a column, and
+// of two also across them; 0 is for any, and a single output. The lanes of a warp take neighbours in memory: of a row, or
+// channels where they come last. One column or two, an output's products are added up in the same order.
 struct Columns {
   int out[kMaxSpatialDims] = {}, size[kMaxSpatialDims] = {}, step[kMaxSpatialDims] = {};
   int begin[kMaxSpatialDims] = {}, taps[kMaxSpatialDims] = {};
+  int row_stride = 0, column_stride = 0;  // of the input
   int in_group = 0;
   bool channels_last = false;
+  bool pairs = false;                                  // outputs of two columns are vectors in memory
+  Divisor sample;                                      // threads of one
   Divisor channels, per_group, columns, rows, planes;  // counts of the indices of a thread
 };
 
-template <class T, int kTaps1>
-__global__ void __launch_bounds__(kDirectThreads)
-    column_conv(const __grid_constant__ Convolution<T> conv, const __grid_constant__ Columns at,
-                const DirectSum<T>* __restrict__ collapsed, int64_t threads) {
+// Two neighbours in memory at once.
+template <class T>
+__device__ void store_pair(T* to, T first, T second) {
+  using Bits = std::conditional_t<sizeof(T) == 2, unsigned, std::conditional_t<sizeof(T) == 4, uint2, uint4>>;
+  const T values[2] = {first, second};
+  *reinterpret_cast<Bits*>(to) = reinterpret_cast<const Bits&>(values);
+}
+
+// Inputs that an output is the sum of, in each channel of its group.
+template <class T>
+struct Window {
+  const T* input;              // of the first channel, at the first offsets: perhaps outside
+  int first[kMaxSpatialDims];  // where that is
+  const DirectSum<T>* taps;    // V of the first channel
+};
+
+// One sum, whatever the steps. Taps outside the input are skipped, not multiplied by zero, since a weight may be infinite.
+template <class Sum, class T>
+__device__ Sum window_sum(const Convolution<T>& conv, const Columns& at, Window<T> window) {
+  Sum sum = 0;
+  for (int ci = 0; ci < at.in_group; ++ci, window.input += conv.input_strides[1]) {
+    Sum partial = 0;
+    for (int a = 0; a < at.taps[0]; ++a)
+      for (int b = 0; b < at.taps[1]; ++b) {
+        const bool inside = static_cast<unsigned>(window.first[0] + a) < static_cast<unsigned>(at.size[0]) &&
+                            static_cast<unsigned>(window.first[1] + b) < static_cast<unsigned>(at.size[1]);
+        const T* x = window.input + a * conv.input_strides[2] + static_cast<int64_t>(b) * at.row_stride;
+        for (int c = 0; c < at.taps[2]; ++c, x += at.column_stride, window.taps += conv.out_channels)
+          if (inside && static_cast<unsigned>(window.first[2] + c) < static_cast<unsigned>(at.size[2]))
+            partial = fma(static_cast<Sum>(to_accumulator(*x)), static_cast<Sum>(*window.taps), partial);
+      }
+    sum += partial;
+  }
+  return sum;
+}
+
+// The same number, which the compiler knows nothing about: it would keep all multiples of a stride in registers, more than
+// there are.
+__device__ inline int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// Adds a channel's products to the sums of kRows outputs in each of kColumns columns. Rows outside the input, which there
+// are unless kInside, count as zeros: an infinite weight then makes NaN.
+template <int kTaps1, bool kInside, class T, int kColumns, int kRows>
+__device__ void add_channel(const Convolution<T>& conv, const Columns& at, Window<T> window,
+                            DirectSum<T> (&sums)[kColumns][kRows]) {
   using Acc = DirectSum<T>;
-  constexpr int kRows = kTaps1 > 0 ? kColumnRows : 1, kInputs = kTaps1 > 0 ? kTaps1 + kRows - 1 : 1;
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kDirectThreads + threadIdx.x;
-  wait_for_previous_launch();
-  if (i >= threads) return;
-  const int64_t of_sample =
-      static_cast<int64_t>(at.channels.divisor) * at.columns.divisor * at.rows.divisor * at.planes.divisor;
-  const int64_t n = i / of_sample;
-  unsigned rest = static_cast<unsigned>(i - n * of_sample), co, o2, o1, o0;
+  constexpr int kInputs = kTaps1 + kRows - 1;
+  const int taps2 = kColumns > 1 ? kTaps1 : at.taps[2];
+  for (int a = 0; a < at.taps[0];
+       ++a, window.input += conv.input_strides[2], window.taps += kTaps1 * taps2 * conv.out_channels) {
+    if (static_cast<unsigned>(window.first[0] + a) >= static_cast<unsigned>(at.size[0])) continue;
+    const T* column = window.input;
+    Acc weights[kColumns][kTaps1] = {};  // that a column of inputs has for each column of outputs
+#pragma unroll(kColumns > 1 ? kTaps1 + kColumns - 1 : 1)
+    for (int c = 0; c < taps2 + kColumns - 1; ++c, column += at.column_stride) {
+      if constexpr (kColumns > 1)
+#pragma unroll
+        for (int b = 0; b < kTaps1; ++b) weights[1][b] = weights[0][b];
+      if (kColumns == 1 || c < taps2) {
+        const int64_t next = opaque(static_cast<int>(conv.out_channels));
+#pragma unroll
+        for (int b = 0; b < kTaps1; ++b) weights[0][b] = window.taps[(b * taps2 + c) * next];
+      }
+      if (static_cast<unsigned>(window.first[2] + c) >= static_cast<unsigned>(at.size[2])) continue;
+      const int64_t row = opaque(at.row_stride);
+      T cells[kInputs];  // all loaded before the first is used
+#pragma unroll
+      for (int u = 0; u < kInputs; ++u) {
+        const bool inside = kInside || static_cast<unsigned>(window.first[1] + u) < static_cast<unsigned>(at.size[1]);
+        cells[u] = inside ? column[u * row] : T{};
+      }
+      Acc x[kInputs];
+#pragma unroll
+      for (int u = 0; u < kInputs; ++u) x[u] = static_cast<Acc>(to_accumulator(cells[u]));
+#pragma unroll
+      for (int k = 0; k < kColumns; ++k)
+        if (kColumns == 1 || (c >= k && c - k < taps2))
+#pragma unroll
+          for (int u = 0; u < kInputs; ++u)
+#pragma unroll
+            for (int q = 0; q < kRows; ++q)
+              if (u >= q && u < q + kTaps1) sums[k][q] = fma(x[u], weights[k][u - q], sums[k][q]);
+    }
+  }
+}
+
+template <int kTaps1, bool kInside, class T, int kColumns, int kRows>
+__device__ void column_sums(const Convolution<T>& conv, const Columns& at, Window<T> window,
+                            DirectSum<T> (&sums)[kColumns][kRows]) {
+  const int taps = at.taps[0] * kTaps1 * at.taps[2] * static_cast<int>(conv.out_channels);
+  constexpr bool kPerChannel = !std::is_same_v<T, float>;  // then added up: float64 has bits to spare for float32
+  DirectSum<T> before[kColumns][kRows] = {};               // of the channels before this one
+  for (int ci = 0; ci < at.in_group; ++ci, window.input += conv.input_strides[1], window.taps += taps) {
+    if (kPerChannel && ci > 0)
+#pragma unroll
+      for (int i = 0; i < kColumns * kRows; ++i) {
+        before[i / kRows][i % kRows] += sums[i / kRows][i % kRows];
+        sums[i / kRows][i % kRows] = 0;
+      }
+    add_channel<kTaps1, kInside>(conv, at, window, sums);
+  }
+  if (kPerChannel && at.in_group > 1)
+#pragma unroll
+    for (int i = 0; i < kColumns * kRows; ++i) sums[i / kRows][i % kRows] += before[i / kRows][i % kRows];
+}
+
+// Of a multiprocessor: sums in float32 and float64 take 80 and up to 128 registers.
+template <class T>
+inline constexpr int kColumnBlocks = sizeof(T) == 2 ? 3 : 2;
+
+template <class T, int kTaps1, int kColumns>
+__global__ void __launch_bounds__(kDirectThreads, kColumnBlocks<T>)
+    column_conv(const __grid_constant__ Convolution<T> conv, const __grid_constant__ Columns at,
+                const DirectSum<T>* __restrict__ collapsed, int threads) {
+  using Acc = DirectSum<T>;
+  constexpr int kRows = kTaps1 > 0 ? kColumnRows : 1;
+  // Threads that are too many do the last one's work again, so that whole warps vote below.
+  const int i = min(static_cast<int>(blockIdx.x) * kDirectThreads + static_cast<int>(threadIdx.x), threads - 1);
+  unsigned rest, o0, o1, o2, co;
+  const int64_t n = at.sample.divide(static_cast<unsigned>(i), rest);
   if (at.channels_last) {
     rest = at.channels.divide(rest, co);
     rest = at.columns.divide(rest, o2);
-    rest = at.rows.divide(rest, o1);
-    o0 = rest;
+    o0 = at.rows.divide(rest, o1);
   } else {
     rest = at.columns.divide(rest, o2);
     rest = at.rows.divide(rest, o1);
     co = at.planes.divide(rest, o0);
   }
   o1 *= kRows;
-  const int64_t first = static_cast<int64_t>(at.per_group.divide(co)) * at.in_group;
-  const int i0 = static_cast<int>(o0) * at.step[0] + at.begin[0], i1 = static_cast<int>(o1) * at.step[1] + at.begin[1],
-            i2 = static_cast<int>(o2) * at.step[2] + at.begin[2];
-  const T* sample = conv.input + n * conv.input_strides[0] + first * conv.input_strides[1];
-  const Acc* v = collapsed + co;
-  const int64_t next = conv.out_channels;  // from one tap of V to the next
-  Acc sums[kRows] = {};
-  for (int ci = 0; ci < at.in_group; ++ci, sample += conv.input_strides[1]) {
-    Acc partial[kRows] = {};
-    for (int a = 0; a < at.taps[0]; ++a) {
-      if (static_cast<unsigned>(i0 + a) >= static_cast<unsigned>(at.size[0])) {
-        v += at.taps[1] * at.taps[2] * next;
-        continue;
-      }
-      const T* plane = sample + (i0 + a) * conv.input_strides[2];
-      if constexpr (kTaps1 == 0) {
-        for (int b = 0; b < at.taps[1]; ++b)
-          for (int c = 0; c < at.taps[2]; ++c, v += next)
-            if (static_cast<unsigned>(i1 + b) < static_cast<unsigned>(at.size[1]) &&
-                static_cast<unsigned>(i2 + c) < static_cast<unsigned>(at.size[2]))
-              partial[0] += *v * static_cast<Acc>(to_accumulator(
-                                     plane[(i1 + b) * conv.input_strides[3] + (i2 + c) * conv.input_strides[4]]));
-      } else {
-        for (int c = 0; c < at.taps[2]; ++c, v += next) {
-          if (static_cast<unsigned>(i2 + c) >= static_cast<unsigned>(at.size[2])) continue;
-          const T* column = plane + (i2 + c) * conv.input_strides[4];
-          Acc weights[kTaps1], x[kInputs];
-#pragma unroll
-          for (int b = 0; b < kTaps1; ++b) weights[b] = v[b * at.taps[2] * next];
-#pragma unroll
-          for (int u = 0; u < kInputs; ++u) {
-            const int y = i1 + u;
-            x[u] = static_cast<unsigned>(y) < static_cast<unsigned>(at.size[1])
-                       ? static_cast<Acc>(to_accumulator(column[y * conv.input_strides[3]]))
-                       : Acc(0);
-          }
-          // An infinite weight meets no zeros of the border.
-#pragma unroll
-          for (int u = 0; u < kInputs; ++u)
-            if (static_cast<unsigned>(i1 + u) < static_cast<unsigned>(at.size[1]))
-#pragma unroll
-              for (int q = 0; q < kRows; ++q)
-                if (u >= q && u < q + kTaps1) partial[q] += x[u] * weights[u - q];
-        }
-        v += (at.taps[1] - 1) * at.taps[2] * next;
-      }
-    }
-#pragma unroll
-    for (int q = 0; q < kRows; ++q) sums[q] += partial[q];
+  o2 *= kColumns;
+  Window<T> window;
+  window.first[0] = static_cast<int>(o0) * at.step[0] + at.begin[0];
+  window.first[1] = static_cast<int>(o1) * at.step[1] + at.begin[1];
+  window.first[2] = static_cast<int>(o2) * at.step[2] + at.begin[2];
+  window.input = conv.input + n * conv.input_strides[0] +
+                 static_cast<int64_t>(at.per_group.divide(co) * at.in_group) * conv.input_strides[1] +
+                 window.first[0] * conv.input_strides[2] + static_cast<int64_t>(window.first[1]) * at.row_stride +
+                 static_cast<int64_t>(window.first[2]) * at.column_stride;
+  window.taps = collapsed + co;
+  wait_for_previous_launch();
+  Acc sums[kColumns][kRows] = {};
+  if constexpr (kTaps1 == 0) {
+    sums[0][0] = window_sum<Acc>(conv, at, window);
+  } else {
+    const bool inside = window.first[1] >= 0 && window.first[1] + kTaps1 + kRows - 1 <= at.size[1];
+    if (__all_sync(0xffffffff, inside))
+      column_sums<kTaps1, true>(conv, at, window, sums);
+    else
+      column_sums<kTaps1, false>(conv, at, window, sums);
   }
-  const Affine<double> affine(conv, co);
-  const Affine<Acc> short_affine(conv, co);
-  T* to = conv.output + n * conv.output_strides[0] + co * conv.output_strides[1] + o0 * conv.output_strides[2] +
-          o1 * conv.output_strides[3] + o2 * conv.output_strides[4];
+  const Affine<Acc> affine(conv, co, 1.0);
+  bool finite = true;
 #pragma unroll
-  for (int q = 0; q < kRows; ++q) {
-    if (static_cast<int>(o1) + q >= at.out[1]) break;
-    Acc value = short_affine(sums[q]);
-    to[q * conv.output_strides[3]] = std::is_same_v<Acc, float> && isfinite(value)
-                                         ? from_sum<T>(value)
-                                         : from_double<T>(affine(static_cast<double>(sums[q])));
+  for (int i = 0; i < kColumns * kRows; ++i) {
+    Acc& sum = sums[i / kRows][i % kRows];
+    sum = affine(sum);
+    finite &= static_cast<bool>(isfinite(sum));
+  }
+  const int rows = at.out[1] - static_cast<int>(o1), columns = at.out[2] - static_cast<int>(o2);
+  const int64_t to_row = opaque(static_cast<int>(conv.output_strides[3])), to_column = conv.output_strides[4];
+  T* const to =
+      conv.output + n * conv.output_strides[0] +
+      (co * static_cast<unsigned>(conv.output_strides[1]) + o0 * static_cast<unsigned>(conv.output_strides[2]) +
+       o1 * static_cast<unsigned>(conv.output_strides[3]) + o2 * static_cast<unsigned>(to_column));
+  if (kColumns == 2 && at.pairs) {
+#pragma unroll
+    for (int q = 0; q < kRows; ++q)
+      if (q < rows) store_pair(to + q * to_row, from_sum<T>(sums[0][q]), from_sum<T>(sums[kColumns - 1][q]));
+  } else {
+#pragma unroll
+    for (int q = 0; q < kRows; ++q)
+#pragma unroll
+      for (int k = 0; k < kColumns; ++k)
+        if (q < rows && k < columns) to[q * to_row + k * to_column] = from_sum<T>(sums[k][q]);
+  }
+  if (finite) return;
+  // Again in float64, skipping what is outside: sums that left the range of float32, or met an infinity.
+  unsigned again = 0;
+#pragma unroll
+  for (int q = 0; q < kRows; ++q)
+#pragma unroll
+    for (int k = 0; k < kColumns; ++k)
+      if (q < rows && k < columns && !isfinite(sums[k][q])) again |= 1u << (q * kColumns + k);
+  for (; again != 0; again &= again - 1) {
+    const int bit = __ffs(static_cast<int>(again)) - 1, q = bit / kColumns, k = bit % kColumns;
+    Window<T> one = window;
+    one.input += static_cast<int64_t>(q) * at.row_stride + k * at.column_stride;
+    one.first[1] += q;
+    one.first[2] += k;
+    to[q * to_row + k * to_column] = from_double<T>(Affine<double>(conv, co, 1.0)(window_sum<double>(conv, at, one)));
   }
 }
 
@@ -195,7 +309,7 @@ __global__ void __launch_bounds__(kDirectThreads)
     for (int q = 0; q < kDirectChannels; ++q) {
       if (first + q >= per_group) break;
       const int64_t channel = group * per_group + first + q;
-      const Affine<double> affine(conv, channel);
+      const Affine<double> affine(conv, channel, 1.0);
       conv.output[n * conv.output_strides[0] + channel * conv.output_strides[1] + o0 * conv.output_strides[2] +
                   o1 * conv.output_strides[3] + o2 * conv.output_strides[4]] = from_double<T>(affine(sums[q]));
     }
@@ -305,7 +419,8 @@ void launch_gemm(const CudaContext& cuda, const AvgPoolPlan& plan, const AvgPool
   }
 }
 
-Columns column_geometry(const AvgPoolProblem& problem, int column_taps) {
+template <class T>
+Columns column_geometry(const AvgPoolProblem& problem, const AvgPoolPlan& plan, const Convolution<T>& conv) {
   Columns at;
   for (int d = 0; d < kMaxSpatialDims; ++d) {
     const PoolDim& dim = problem.dims[d];
@@ -315,13 +430,18 @@ Columns column_geometry(const AvgPoolProblem& problem, int column_taps) {
     at.begin[d] = static_cast<int>(dim.offsets().begin);
     at.taps[d] = static_cast<int>(dim.offsets().size());
   }
+  // The stride of a dimension of size 1 may be any number.
+  if (at.size[1] > 1) at.row_stride = static_cast<int>(conv.input_strides[3]);
+  if (at.size[2] > 1) at.column_stride = static_cast<int>(conv.input_strides[4]);
   at.in_group = static_cast<int>(problem.in_group());
   at.channels_last = problem.channels_last;
+  at.pairs = conv.output_strides[4] == 1 && at.out[2] % 2 == 0;  // then every row begins with a pair
   at.channels = Divisor(problem.out_channels);
   at.per_group = Divisor(problem.per_group());
-  at.columns = Divisor(at.out[2]);
-  at.rows = Divisor(ceil_div(at.out[1], column_taps > 0 ? kColumnRows : 1));
+  at.columns = Divisor(ceil_div(at.out[2], plan.columns));
+  at.rows = Divisor(ceil_div(at.out[1], plan.column_taps > 0 ? kColumnRows : 1));
   at.planes = Divisor(at.out[0]);
+  at.sample = Divisor(plan.threads);
   return at;
 }
 
@@ -357,10 +477,22 @@ void launch_conv(const CudaContext& cuda, const AvgPoolPlan& plan, const AvgPool
                 plan.workspace / static_cast<int64_t>(sizeof(DirectSum<T>)));
   const Launch& last = plan.launch[plan.launches - 1];
   if (plan.kernel == PoolKernel::kColumns) {
-    const auto kernels = {column_conv<T, 0>, column_conv<T, 1>, column_conv<T, 2>, column_conv<T, 3>,
-                          column_conv<T, 4>};
-    cuda.launch(last, kernels.begin()[plan.column_taps], conv, column_geometry(problem, plan.column_taps), collapsed,
-                plan.threads);
+    const auto one = {column_conv<T, 0, 1>, column_conv<T, 1, 1>, column_conv<T, 2, 1>, column_conv<T, 3, 1>,
+                      column_conv<T, 4, 1>};
+    const auto two = {column_conv<T, 1, 2>, column_conv<T, 2, 2>, column_conv<T, 3, 2>, column_conv<T, 4, 2>};
+    const auto kernel = plan.columns == 2 ? two.begin()[plan.column_taps - 1] : one.begin()[plan.column_taps];
+    const Columns at = column_geometry(problem, plan, conv);
+    // The kernel counts threads with 32 bits, so a huge batch goes in slices.
+    const int64_t samples = kMax32BitSize / plan.threads;
+    for (int64_t first = 0; first < problem.batch; first += samples) {
+      Convolution<T> slice = conv;
+      slice.input += first * conv.input_strides[0];
+      slice.output += first * conv.output_strides[0];
+      const int64_t threads = std::min(samples, problem.batch - first) * plan.threads;
+      Launch launch = last;
+      launch.grid = ceil_div(threads, kDirectThreads);
+      cuda.launch(launch, kernel, slice, at, collapsed, static_cast<int>(threads));
+    }
     return;
   }
   cuda.launch(last, direct_conv<T>, conv, collapsed, plan.threads);

@@ -33,7 +33,8 @@ struct AvgPoolPlan : Plan {
   GemmTiling gemm;           // of the implicit matrix product
   int64_t collapsed = 0;     // bytes of the workspace that hold V, of kGemm
   int column_taps = 0;       // offsets along a column that a thread holds in registers
-  int64_t threads = 0;       // that have work, of kColumns and kDirect
+  int columns = 1;           // side by side, of a thread
+  int64_t threads = 0;       // that have work: of a sample in kColumns, of all in kDirect
 };
 
 inline constexpr int kCollapseThreads = 256;
@@ -43,13 +44,19 @@ inline constexpr int kDirectThreads = 256;
 // and 259 in float16, 247 and 185 with 8, 328 with 16 in float16.
 inline constexpr int kColumnRows = 8;
 inline constexpr int kMaxColumnTaps = 4;
+// Per multiprocessor, at least, where threads take two columns each: fewer would leave it waiting for memory.
+inline constexpr int64_t kMinColumnThreads = 512;
+inline constexpr int64_t kMaxColumnLaunches = 1024;
 inline constexpr int64_t kMaxColumnChannels = 1024;  // of a group: longer sums go on in float64
 inline constexpr int kDirectChannels = 4;            // output channels of a thread
 
-// The column kernel computes with 32 bits within a sample.
+// The column kernel computes with 32 bits within a sample's outputs, a row of inputs and V.
 inline bool fits_columns(const AvgPoolProblem& problem) {
   return problem.in_group() <= kMaxColumnChannels && fits_32_bits(problem) &&
-         count_product({problem.out_channels, problem.outputs()}) <= kMax32BitSize;
+         count_product({problem.out_channels, problem.outputs()}) <= kMax32BitSize &&
+         count_product({problem.channels_last ? problem.in_channels : 1, problem.dims[2].conv.input}) <=
+             kMax32BitSize &&
+         count_product({problem.in_group(), problem.offsets(), problem.out_channels}) <= kMax32BitSize;
 }
 
 inline AvgPoolPlan plan_conv_transpose_avg_pool(const AvgPoolProblem& problem, const DeviceProperties& device) {
@@ -102,19 +109,31 @@ inline AvgPoolPlan plan_conv_transpose_avg_pool(const AvgPoolProblem& problem, c
   if (collapsed > 0)
     plan.add("collapse_taps", std::min(ceil_div(collapsed, kDirectThreads), kMaxBlocks), kDirectThreads);
   if (fits_columns(problem)) {
-    plan.column_taps = dim1.step() == 1 && dim1.output() > 1 && dim1.offsets().size() <= kMaxColumnTaps
-                           ? static_cast<int>(dim1.offsets().size())
-                           : 0;
-    // A column of outputs each.
-    plan.threads = count_product({problem.batch, problem.out_channels, dim0.output(), dim2.output(),
-                                  ceil_div(dim1.output(), plan.column_taps > 0 ? kColumnRows : 1)});
-    const int64_t blocks = ceil_div(plan.threads, kDirectThreads);
-    if (blocks <= INT32_MAX) {
-      plan.variant = "one thread a column";
+    const auto taps = [](const PoolDim& dim) {
+      const bool overlap = dim.step() == 1 && dim.output() > 1 && dim.offsets().size() <= kMaxColumnTaps;
+      return overlap ? static_cast<int>(dim.offsets().size()) : 0;
+    };
+    plan.column_taps = taps(dim1);
+    const auto sample_threads = [&](int columns) {
+      return count_product({problem.out_channels, dim0.output(), ceil_div(dim2.output(), columns),
+                            ceil_div(dim1.output(), plan.column_taps > 0 ? kColumnRows : 1)});
+    };
+    // Two columns where their window is square, as its taps then are all in registers.
+    if (plan.column_taps > 0 && plan.column_taps == taps(dim2) &&
+        count_product({problem.batch, sample_threads(2)}) >= device.multiprocessors * kMinColumnThreads)
+      plan.columns = 2;
+    plan.threads = sample_threads(plan.columns);
+    const int64_t samples = kMax32BitSize / plan.threads;  // of a launch
+    const int64_t launches = ceil_div(problem.batch, samples);
+    if (launches <= kMaxColumnLaunches) {
+      plan.variant = plan.columns == 2 ? "one thread two columns" : "one thread a column";
       plan.kernel = PoolKernel::kColumns;
-      plan.add("column_conv", blocks, kDirectThreads, 0, programmatic);
+      plan.add("column_conv", ceil_div(std::min(problem.batch, samples) * plan.threads, kDirectThreads), kDirectThreads,
+               0, programmatic);
+      plan.launch[plan.launches - 1].times = launches;
       return plan;
     }
+    plan.columns = 1;
   }
   plan.variant = "one thread a position";
   plan.kernel = PoolKernel::kDirect;
