@@ -177,16 +177,16 @@ def test_sizes_may_be_any_integers(inputs: Inputs) -> None:
 @pytest.mark.parametrize(
     ("shape", "channels", "groups", "dtype", "launched"),
     [
-        ((2, 6, 17, 33), 5, 1, f32, GEMM),
+        ((2, 6, 17, 33), 5, 1, f32, STAGED),
         ((2, 6, 17, 33), 5, 2, f32, GEMM),
-        ((2, 4, 3, 5, 34), 6, 1, f32, GEMM),
+        ((2, 4, 3, 5, 34), 6, 1, f32, STAGED),
         ((2, 4, 3, 5, 34), 3, 2, f32, COLUMNS),
         ((2, 6, 7, 9), 1, 6, f16, COLUMNS),
         # Channels of a product (8, 16) and of a stage; whole vectors of them, and not.
         *(((1, n, 9, 10), 33, 1, f32, GEMM) for n in (7, 8, 9, 12, 24, 68)),
         *(((1, n, 9, 10), 65, 1, f16, GEMM) for n in (15, 16, 17, 24, 200)),
-        ((1, 3, 4, 6, 8), 16, 1, f32, GEMM),
-        ((1, 3, 4, 6, 16), 16, 1, bf16, GEMM),
+        ((1, 3, 4, 6, 8), 17, 1, f32, GEMM),
+        ((1, 3, 4, 6, 16), 17, 1, bf16, GEMM),
         ((1, 7, 4, 6), 6, 1, f64, GEMM),
         ((1, 10, 4, 6), 6, 2, f64, GEMM),
     ],
@@ -203,6 +203,64 @@ def test_channels_last_in_and_out(
     ours = check(B, x, w, **WORKLOAD, groups=groups, against_eager=False)
     assert ours.is_contiguous(memory_format=torch.channels_last if dims == 2 else torch.channels_last_3d)
     check(B, x, LAYOUTS["channels_last"](w), **WORKLOAD, groups=groups, against_eager=False)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize(
+    ("shape", "channels", "kwargs", "dtype", "launched"),
+    [
+        # Input channels, of less than 32 bytes together (one alone is contiguous); output channels, of one group.
+        *(((2, n, 3, 9, 33), 5, {}, f32, STAGED if n < 8 else GEMM) for n in range(2, 9)),
+        *(
+            ((2, n, 3, 9, 34), 16, {}, dtype, STAGED if n < 16 else GEMM)
+            for n in (2, 3, 8, 15, 16)
+            for dtype in (f16, bf16)
+        ),
+        *(((2, 3, 4, 17, 32), n, {}, f32, STAGED if n < 17 else GEMM) for n in (1, 4, 5, 8, 9, 15, 16, 17)),
+        *(((2, 3, 17, 32), n, {}, bf16, STAGED if n < 17 else GEMM) for n in (1, 5, 15, 16, 17)),
+        # Rows of 7 to 65 outputs, in tiles of 32, with rows of inputs that are whole vectors and that are not.
+        *(((1, 3, 2, 18, n), 16, {}, f32, STAGED) for n in (8, 9, 32, 33, 34, 64, 65, 66)),
+        *(((1, 4, 3, n), 5, {}, f32, STAGED) for n in (8, 9, 32, 33, 34, 64, 65, 66)),
+        *(((1, 8, 2, 5, n), 15, {}, f16, STAGED) for n in (8, 9, 32, 33, 34, 64, 65, 66)),
+        *(((2, 5, 18, n), 16, {}, bf16, STAGED) for n in (8, 9, 32, 33, 34, 64, 65, 66)),
+        # That begin one before the input, or end one behind it.
+        *(((1, 3, 2, 9, n), 5, {"padding": 0}, f32, STAGED) for n in (31, 32, 33, 40)),
+        *(((1, 3, 9, n), 16, {"padding": 0}, f16, STAGED) for n in (31, 32, 33, 40)),
+        *(((1, 3, 3, 8, n), 16, {"output_padding": 1}, f32, STAGED) for n in (16, 31, 32, 33)),
+        # That begin one, two and three columns behind it, in the middle of a vector.
+        *(((1, 3, 10, 48), 5, {"padding": p}, f32, STAGED) for p in (3, 5, 7)),
+        *(((1, 5, 10, 18, 48), 16, {"padding": p}, f16, STAGED) for p in (3, 5, 7)),
+        ((2, 3, 2, 2, 2), 1, {}, bf16, STAGED),
+        # Tiles of 8 rows and of 16; then several tiles a block, which uses each slot and each buffer several times.
+        *(((batch, 2, 2, 17, 33), 2, {}, f32, STAGED) for batch in (131, 132, 133, 395, 396, 397)),
+        *(((batch, 3, 3, 18, 34), 5, {}, bf16, STAGED) for batch in (16, 17, 18)),
+        *(((300, 2, 5, 9, 9), 16, {}, dtype, STAGED) for dtype in (f32, f16)),
+        ((1500, 2, 9, 9), 3, {}, f32, STAGED),
+    ],
+    ids=str,
+)
+def test_pixels_staged_in_shared_memory(
+    inputs: Inputs,
+    shape: tuple[int, ...],
+    channels: int,
+    kwargs: dict[str, int],
+    dtype: torch.dtype,
+    launched: list[str],
+) -> None:
+    dims = len(shape) - 2
+    x = LAYOUTS["channels_last"](inputs.input(*shape, dtype=dtype))
+    w, bias = inputs.weight(shape[1], channels, *[3] * dims, dtype=dtype), inputs.channels(channels, dtype=dtype)
+    arguments = WORKLOAD | kwargs
+    plan = fused_kernels.plan(B, x.to("meta"), w.to("meta"), **arguments)
+    assert [launch.kernel for launch in plan.launches] == launched
+    ours = check(B, x, w, bias, **arguments, scale1=0.5, shift=bias, scale2=bias, against_eager=False)
+    assert ours.is_contiguous(memory_format=torch.channels_last if dims == 2 else torch.channels_last_3d)
+    for offset in ("offset 1", "offset 2", "offset 3"):
+        beside = conv_transpose_avg_pool(LAYOUTS[offset](x), w, bias, **arguments, scale1=0.5, shift=bias, scale2=bias)
+        assert torch.equal(beside, ours)
+    # A sample is the same in every batch.
+    last = conv_transpose_avg_pool(x[-1:], w, bias, **arguments, scale1=0.5, shift=bias, scale2=bias)
+    assert torch.equal(last, ours[-1:])
 
 
 @pytest.mark.sanitize
@@ -448,19 +506,21 @@ def test_infinite_weights(
 @pytest.mark.parametrize("dtype", [f32, f16, bf16], ids=str)
 @pytest.mark.parametrize("shape", [(300, 2, 5, 9, 9), (60, 2, 5, 9, 40)], ids=str)  # whole rows, and rows of two tiles
 @pytest.mark.parametrize("infinite_weight", [False, True], ids=["inputs", "weight"])
+@pytest.mark.parametrize(("layout", "channels"), [("contiguous", 17), ("channels_last", 16), ("channels_last", 5)])
 def test_special_values_here_and_there(
-    inputs: Inputs, dtype: torch.dtype, shape: tuple[int, ...], infinite_weight: bool
+    inputs: Inputs, dtype: torch.dtype, shape: tuple[int, ...], infinite_weight: bool, layout: str, channels: int
 ) -> None:
     """In a call whose blocks take several planes each."""
     x = inputs.input(*shape, positive=True, dtype=dtype)
-    w = inputs.weight(2, 17, 3, 3, 3, positive=True, dtype=dtype)
+    w = inputs.weight(2, channels, 3, 3, 3, positive=True, dtype=dtype)
+    if not infinite_weight:
+        flat = x.view(-1)
+        flat[5::991], flat[77::1999] = math.inf, math.nan
+    x = LAYOUTS[layout](x)
     plan = fused_kernels.plan(B, x.to("meta"), w.to("meta"), **WORKLOAD)
     assert [launch.kernel for launch in plan.launches] == STAGED
     if infinite_weight:
-        w[1, 16, 1, 2, 0] = math.inf
-    else:
-        flat = x.view(-1)
-        flat[5::991], flat[77::1999] = math.inf, math.nan
+        w[1, -1, 1, 2, 0] = math.inf
     check(B, x, w, **WORKLOAD)
 
 

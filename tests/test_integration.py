@@ -80,6 +80,12 @@ CALLS: dict[str, tuple[str, Callable[[Inputs, torch.dtype], Arguments]]] = {
         B,
         lambda i, t: _chain(i, t, (3, 3, 4, 9, 35), (17, 3, 3, 3), stride=2, padding=1, factors=B_FACTORS),
     ),
+    "B, pixels": (
+        B,
+        lambda i, t: _channels_last(
+            _chain(i, t, (3, 3, 4, 9, 35), (13, 3, 3, 3), stride=2, padding=1, factors=B_FACTORS)
+        ),
+    ),
     "B, product": (
         B,
         lambda i, t: _chain(i, t, (3, 6, 19, 21), (5, 4, 3), padding=(2, 1), groups=2, factors=B_FACTORS),
@@ -102,6 +108,7 @@ LAUNCHED: dict[str, tuple[list[str], ...]] = {
     "A, small": (["whole_sample"],),
     "A, border": (["box_sums", "finish"],),
     "B, staged": (["staged_conv"], ["split_taps", "implicit_gemm"]),
+    "B, pixels": (["staged_conv"], ["split_taps", "implicit_gemm"]),
     "B, product": (["split_taps", "implicit_gemm"],),
     "B, columns": (["collapse_taps", "column_conv"],),
     "B, holes": (["collapse_taps", "direct_conv"],),

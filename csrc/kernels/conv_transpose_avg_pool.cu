@@ -450,7 +450,9 @@ void launch_conv(const CudaContext& cuda, const AvgPoolPlan& plan, const AvgPool
                  const Convolution<T>& conv, const Tensor& like) {
   if constexpr (!std::is_same_v<T, double>) {
     if (plan.kernel == PoolKernel::kStaged) {
-      const auto kernel = conv.dims[0].offsets().size() == 1 ? staged_conv<T, 1> : staged_conv<T, 2>;
+      const auto kernels = {staged_conv<T, 1, false>, staged_conv<T, 2, false>, staged_conv<T, 1, true>,
+                            staged_conv<T, 2, true>};
+      const auto kernel = kernels.begin()[(problem.channels_last ? 2 : 0) + conv.dims[0].offsets().size() - 1];
       // The kernel counts steps with 32 bits, so a huge batch goes in slices.
       const int64_t samples = kMax32BitSize / plan.staged_steps;
       for (int64_t first = 0; first < problem.batch; first += samples) {

@@ -10,6 +10,8 @@
 // - Results are gathered in shared memory and stored in bulk, a run of all rows a channel: rows of 31 floats written from
 //   registers share their 32-byte sectors. In the first buffer a run has the same place in its 128-byte lines as in the
 //   output: with only its vectors aligned, it took 3 us more. In the second only its vectors are.
+// - Where channels come last, elements lie elsewhere: the ring holds rows of all channels as they are in the input, and
+//   results, of at most 16 channels, are a run a row, or one of all rows.
 // - V is summed from the weight as it comes, all taps on their way together: by way of shared memory, it was there 2 us later.
 #pragma once
 
@@ -81,13 +83,13 @@ struct StagedMemory {
   using Element = typename StagedTypes<T>::Element;
   Element* weights;  // (C_in, groups, terms, 32 lanes, 4): V times the factors, as the tensor cores want it
   Element* base;     // (channels): what bias and shift add
-  T* results;        // (2, 16 channels, result pitch), the first of them from a whole line on
-  T* ring;           // (4 slots, C_in, slot rows, pitch)
+  T* results;        // (2, 16 channels, result pitch) or (2, rows, result row), the first of them from a whole line on
+  T* ring;           // (4 slots, C_in, slot rows, slot row), channels_last (4 slots, slot rows, slot row)
   __device__ StagedMemory(const Staged& staged, void* memory) {
     weights = static_cast<Element*>(memory);
     base = weights + staged.in_channels * staged.groups() * StagedTypes<T>::kTerms * 128;
     results = reinterpret_cast<T*>(static_cast<char*>(memory) + staged.layout.results);
-    ring = results + kStagedBuffers * kStagedChannels * staged.layout.result_pitch;
+    ring = results + kStagedBuffers * staged.layout.buffer;
   }
 };
 
@@ -125,12 +127,11 @@ __device__ inline void publish_results() {
 struct StagedRun {
   int n, y, x, begin, end;
 
-  // Of an output channel in the first of these planes.
+  // Of the first output channel in the first of these planes.
   template <class T>
-  __device__ T* tile(const Convolution<T>& conv, const Staged& staged) const {
-    const int64_t area = static_cast<int64_t>(staged.out[1]) * staged.out[2];
-    return conv.output + (static_cast<int64_t>(n) * staged.out_channels * staged.out[0] + begin) * area +
-           static_cast<int64_t>(y) * staged.out[2] + x;
+  __device__ T* tile(const Convolution<T>& conv) const {
+    const int64_t* strides = conv.output_strides;
+    return conv.output + n * strides[0] + begin * strides[2] + y * strides[3] + x * strides[4];
   }
   __device__ int rows(const Staged& staged) const { return min(staged.layout.rows, staged.out[1] - y); }
   __device__ int columns(const Staged& staged) const { return min(kStagedColumns, staged.out[2] - x); }
@@ -156,35 +157,41 @@ __device__ __forceinline__ void for_runs(const Staged& staged, Body body) {
   }
 }
 
-// Where results of the first channel begin in their buffer: in the first one, runs have the same place in their lines as in
-// the output.
-template <class T>
+// Where results begin in their buffer, so that runs have the same place in their lines as in the output: in the first
+// buffer, and in both where channels come last.
+template <bool kChannelsLast, class T>
 __device__ int staged_skew(const Staged& staged, const T* tile) {
-  return staged.layout.whole_rows ? static_cast<unsigned>(reinterpret_cast<uintptr_t>(tile) / sizeof(T)) %
-                                        (kStagedLine / static_cast<unsigned>(sizeof(T)))
-                                  : 0;
+  return kChannelsLast || staged.layout.whole_rows
+             ? static_cast<unsigned>(reinterpret_cast<uintptr_t>(tile) / sizeof(T)) %
+                   (kStagedLine / static_cast<unsigned>(sizeof(T)))
+             : 0;
 }
 
-// Rows of the input as they lie in the ring.
-template <class T>
+// Rows of the input as they lie in the ring: those of a channel, or of all channels where they come last.
+template <class T, bool kChannelsLast>
 struct StagedRows {
-  static constexpr int kSize = Vector<T>::kSize, kVectors = kStagedColumns / kSize + 1, kPitch = kVectors * kSize;
-  const bool vectors;  // rows of the input are rows of whole vectors
-  const int offset;    // of the first column of inputs from that of outputs
+  static constexpr int kSize = Vector<T>::kSize;
+  static constexpr int kVectors = kStagedColumns / kSize + 1;  // of a row of one channel
+  const int pixel, pitch;                                      // from one column, and one row, to the next
+  const bool vectors;                                          // rows of the input are rows of whole vectors
+  const int offset;                                            // of the first column of inputs from that of outputs
   __device__ StagedRows(const Convolution<T>& conv, const Staged& staged)
-      : vectors(is_vector_aligned(conv.input) && staged.size[2] % kSize == 0), offset(staged.offset[2]) {}
-  // The columns before the first that is meant.
+      : pixel(kChannelsLast ? staged.in_channels : 1),
+        pitch(kChannelsLast ? staged.layout.slot_row : kVectors * kSize),
+        vectors(is_vector_aligned(conv.input) && staged.size[2] * pixel % kSize == 0),
+        offset(staged.offset[2]) {}
+  // The elements before the first column that is meant.
   __device__ int skip(const StagedRun& run) const {
-    return vectors ? static_cast<unsigned>(run.x + offset) % kSize : 0;
+    return vectors ? static_cast<unsigned>((run.x + offset) * pixel) % kSize : 0;
   }
 };
 
 // Starts the copy of the inputs that a plane of the tile needs, (C_in, slot rows, kPitch), of which rows + 1 are filled; zero
 // where there is no input.
 template <class T>
-__device__ void copy_plane(const Convolution<T>& conv, const Staged& staged, const StagedRun& run, int z, T* to) {
-  using Rows = StagedRows<T>;
-  constexpr int kPitch = Rows::kPitch;
+__device__ void copy_channels(const Convolution<T>& conv, const Staged& staged, const StagedRun& run, int z, T* to) {
+  using Rows = StagedRows<T, false>;
+  constexpr int kPitch = Rows::kVectors * Rows::kSize;
   const Rows layout(conv, staged);
   const int lane = threadIdx.x % 32, height = staged.layout.rows + 1, gap = staged.layout.slot_rows - height;
   const int plane = z + staged.offset[0], y0 = run.y + staged.offset[1];
@@ -230,11 +237,53 @@ __device__ void copy_plane(const Convolution<T>& conv, const Staged& staged, con
         to[at] = use ? *from : from_accumulator<T>(0);
     }
   }
-  __pipeline_commit();
+}
+
+// The same of rows of pixels, (slot rows, slot row).
+template <class T>
+__device__ void copy_pixels(const Convolution<T>& conv, const Staged& staged, const StagedRun& run, int z, T* to) {
+  using Rows = StagedRows<T, true>;
+  const Rows layout(conv, staged);
+  const int lane = threadIdx.x % 32, pitch = layout.pitch, end = (staged.layout.rows + 1) * pitch;
+  const int plane = z + staged.offset[0], y0 = run.y + staged.offset[1], size1 = staged.size[1];
+  const int x0 = (run.x + staged.offset[2]) * layout.pixel - layout.skip(run), width = staged.size[2] * layout.pixel;
+  const bool exists = plane >= 0 && plane < staged.size[0];
+  // The lanes take neighbours, of this row and the next ones.
+  const auto for_units = [&](int unit, auto copy) {
+    const int units = pitch / unit, columns = 32 % units * unit, rows = 32 / units;
+    const int64_t next = static_cast<int64_t>(rows) * width + columns, wrap = width - pitch;
+    int x = lane % units * unit, y = lane / units;
+    const T* from =
+        conv.input + ((static_cast<int64_t>(run.n) * staged.size[0] + plane) * size1 + y0 + y) * width + x0 + x;
+#pragma unroll 4
+    for (int i = lane * unit; i < end; i += 32 * unit) {
+      const bool use = exists && static_cast<unsigned>(x0 + x) < static_cast<unsigned>(width) &&
+                       static_cast<unsigned>(y0 + y) < static_cast<unsigned>(size1);
+      copy(to + i, use ? from : conv.input, use);
+      x += columns;
+      y += rows;
+      from += next;
+      if (x >= pitch) {
+        x -= pitch;
+        ++y;
+        from += wrap;
+      }
+    }
+  };
+  if (layout.vectors)
+    for_units(Rows::kSize,
+              [](T* target, const T* from, bool use) { __pipeline_memcpy_async(target, from, 16, use ? 0 : 16); });
+  else
+    for_units(1, [](T* target, const T* from, bool use) {
+      if constexpr (sizeof(T) == 4)
+        __pipeline_memcpy_async(target, from, 4, use ? 0 : 4);
+      else
+        *target = use ? *from : from_accumulator<T>(0);
+    });
 }
 
 // The loader: two planes on their way, while the consumers have two.
-template <class T, int kJ0>
+template <class T, int kJ0, bool kChannelsLast>
 __device__ void load_planes(const Convolution<T>& conv, const Staged& staged, const StagedMemory<T>& memory,
                             StagedSignals& signals) {
   unsigned plane = 0;  // of all that the block loads
@@ -243,7 +292,12 @@ __device__ void load_planes(const Convolution<T>& conv, const Staged& staged, co
     for (int z = run.begin; z < run.end + kJ0 - 1; ++z, ++plane) {
       const unsigned slot = plane % kStagedSlots;
       if (plane >= kStagedSlots) StagedSignals::wait(signals.freed[slot], plane / kStagedSlots - 1);
-      copy_plane(conv, staged, run, z, memory.ring + slot * staged.layout.slot);
+      T* to = memory.ring + slot * staged.layout.slot;
+      if constexpr (kChannelsLast)
+        copy_pixels(conv, staged, run, z, to);
+      else
+        copy_channels(conv, staged, run, z, to);
+      __pipeline_commit();
       if (plane > 0) {
         __pipeline_wait_prior(1);
         __mbarrier_arrive(&signals.loaded[(plane - 1) % kStagedSlots]);
@@ -255,16 +309,18 @@ __device__ void load_planes(const Convolution<T>& conv, const Staged& staged, co
 }
 
 // The storer.
-template <class T>
+template <class T, bool kChannelsLast>
 __device__ void store_results(const Convolution<T>& conv, const Staged& staged, const StagedMemory<T>& memory,
                               StagedSignals& signals) {
   constexpr int kSize = Vector<T>::kSize;
-  const int lane = threadIdx.x % 32, groups = staged.groups(), pitch = staged.layout.result_pitch;
-  const int64_t area = static_cast<int64_t>(staged.out[1]) * staged.out[2], volume = staged.out[0] * area;
+  const int lane = threadIdx.x % 32, groups = kChannelsLast ? 1 : staged.groups();
+  const int pitch = staged.layout.result_pitch, result_row = staged.layout.result_row;
+  const bool whole_rows = staged.layout.whole_rows;
+  const int64_t area = conv.output_strides[2], volume = conv.output_strides[1];
   unsigned job = 0;  // results of 16 channels of a plane
   for_runs(staged, [&](const StagedRun& run) {
     const int rows = run.rows(staged), columns = run.columns(staged);
-    T* plane = run.tile(conv, staged);
+    T* plane = run.tile(conv);
 #pragma unroll 1
     for (int z = run.begin; z < run.end; ++z, plane += area)
 #pragma unroll 1
@@ -272,23 +328,26 @@ __device__ void store_results(const Convolution<T>& conv, const Staged& staged, 
         const unsigned buffer = job % kStagedBuffers;
         T* tile = plane + group * kStagedChannels * volume;
         const int channels = min(kStagedChannels, staged.out_channels - group * kStagedChannels);
-        const int skew = staged_skew(staged, tile);
-        const T* results = memory.results + buffer * kStagedChannels * pitch + skew;
+        const int skew = staged_skew<kChannelsLast>(staged, tile);
+        const T* results = memory.results + buffer * staged.layout.buffer + skew;
         StagedSignals::wait(signals.computed[buffer], job / kStagedBuffers);
-        if (staged.layout.whole_rows) {
-          // A run of all rows per channel: one lane sends its whole vectors and stores what comes before, another the rest.
-          const int c = lane % kStagedChannels, length = rows * columns;
-          const int head = min(length, (kSize - (skew + c * pitch) % kSize) % kSize);
+        if (kChannelsLast || whole_rows) {
+          // Runs of the output: all rows of a channel; of pixels all rows, or each. One lane sends a run's whole vectors
+          // and stores what comes before, another the rest.
+          const int runs = !kChannelsLast ? channels : whole_rows ? 1 : rows;
+          const int length = columns * (!kChannelsLast ? rows : whole_rows ? rows * channels : channels);
+          const int i = lane % kMaxStagedRuns, begin = i * (kChannelsLast ? result_row : pitch);
+          const int head = min(length, (kSize - (skew + begin) % kSize) % kSize);
           const int body = (length - head) / kSize * kSize;
-          const T* source = results + c * pitch;
-          T* target = tile + c * volume;
-          if (lane < channels && body > 0) bulk_store(target + head, source + head, body * sizeof(T));
+          const T* source = results + begin;
+          T* target = tile + i * (kChannelsLast ? conv.output_strides[3] : volume);
+          if (lane < runs && body > 0) bulk_store(target + head, source + head, body * sizeof(T));
           commit_bulk_stores();
-          const int first = lane < kStagedChannels ? 0 : head + body, last = lane < kStagedChannels ? head : length;
-          if (c < channels)
+          const int first = lane < kMaxStagedRuns ? 0 : head + body, last = lane < kMaxStagedRuns ? head : length;
+          if (i < runs)
 #pragma unroll
-            for (int i = 0; i < kSize - 1; ++i)
-              if (first + i < last) target[first + i] = source[first + i];
+            for (int k = 0; k < kSize - 1; ++k)
+              if (first + k < last) target[first + k] = source[first + k];
           wait_for_bulk_reads();
         } else if (lane < columns) {
           // All rows are read before one is written: to the compiler, they might be the same memory.
@@ -296,7 +355,7 @@ __device__ void store_results(const Convolution<T>& conv, const Staged& staged, 
             T values[kStagedRows];
 #pragma unroll
             for (int y = 0; y < kStagedRows; ++y)
-              if (y < rows) values[y] = results[c * pitch + y * staged.layout.result_row + lane];
+              if (y < rows) values[y] = results[c * pitch + y * result_row + lane];
             T* target = tile + c * volume + lane;
 #pragma unroll
             for (int y = 0; y < kStagedRows; ++y, target += staged.out[2])
@@ -369,26 +428,31 @@ __device__ void collapse_weights(const Convolution<T>& conv, const Staged& stage
 }
 
 // The consumers. A warp has the lanes (g, t) = (lane / 4, lane % 4), and computes kTogether rows of eight columns at once.
-template <class T, int kJ0>
+template <class T, int kJ0, bool kChannelsLast>
 __device__ void compute_results(const Convolution<T>& conv, const Staged& staged, const StagedMemory<T>& memory,
                                 StagedSignals& signals) {
   using Element = typename StagedTypes<T>::Element;
-  constexpr int kPitch = StagedRows<T>::kPitch, kTerms = StagedTypes<T>::kTerms;
+  constexpr int kTerms = StagedTypes<T>::kTerms;
   constexpr int kTogether = staged_rows_together(sizeof(T)), kStrips = kStagedColumns / 8;
-  const StagedRows<T> layout(conv, staged);
+  const StagedRows<T, kChannelsLast> layout(conv, staged);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4, strip = warp % kStrips * 8;
   const int warp_rows = staged.layout.rows / (kStagedConsumers / kStrips), first_row = warp / kStrips * warp_rows;
-  const int of_channel = staged.layout.slot_rows * kPitch, result_row = staged.layout.result_row;
-  const int groups = staged.groups(), pitch = staged.layout.result_pitch;
-  const int64_t area = static_cast<int64_t>(staged.out[1]) * staged.out[2], volume = staged.out[0] * area;
+  const int in_row = layout.pitch, in_channel = kChannelsLast ? 1 : staged.layout.slot_rows * in_row;
+  const int groups = kChannelsLast ? 1 : staged.groups(), result_row = staged.layout.result_row;
+  const int64_t area = conv.output_strides[2], volume = conv.output_strides[1];
+  // Of results, from one channel and column to the next.
+  const int pitch = kChannelsLast ? 1 : staged.layout.result_pitch, pixel = kChannelsLast ? staged.out_channels : 1;
   // Column i of a product is position i / 2 + i % 2 * 4 of eight, so that the lanes t hold neighbours of a row.
-  const T* const inputs = memory.ring + first_row * kPitch + strip + g % 2 * 4 + g / 2 + t % 2;
-  T* const outputs = memory.results + g * pitch + first_row * result_row + strip + t;
+  const T* const inputs = memory.ring + first_row * in_row + (strip + g % 2 * 4 + g / 2 + t % 2) * layout.pixel;
+  T* const outputs = memory.results + g * pitch + first_row * result_row + (strip + t) * pixel;
   unsigned plane = 0, job = 0;
   for_runs(staged, [&](const StagedRun& run) {
     const int rows = min(warp_rows, staged.out[1] - run.y - first_row), left = staged.out[2] - run.x - strip - t;
+    // How far from `to` and `to2` on there is something to write.
+    const auto reach = [&](int column) { return !kChannelsLast ? left : left > column ? staged.out_channels - g : 0; };
+    const int end = reach(0), end2 = reach(4);
     const int skip = layout.skip(run);
-    const T* tile = run.tile(conv, staged);
+    const T* tile = run.tile(conv);
     if constexpr (kJ0 == 2) {
       StagedSignals::wait(signals.loaded[plane % kStagedSlots], plane / kStagedSlots);
       ++plane;
@@ -400,8 +464,9 @@ __device__ void compute_results(const Convolution<T>& conv, const Staged& staged
 #pragma unroll 1
       for (int group = 0; group < groups; ++group, ++job) {
         const unsigned buffer = job % kStagedBuffers;
-        const int skew = staged_skew(staged, tile + group * kStagedChannels * volume);
-        T *to = outputs + buffer * kStagedChannels * pitch + skew, *to8 = to + 8 * pitch;
+        const int skew = staged_skew<kChannelsLast>(staged, tile + group * kStagedChannels * volume);
+        // Of channels g and g + 8, or of columns t and t + 4.
+        T *to = outputs + buffer * staged.layout.buffer + skew, *to2 = to + (kChannelsLast ? 4 * pixel : 8 * pitch);
         const Element *first_base = memory.base + group * kStagedChannels + g,
                       base[4] = {first_base[0], first_base[0], first_base[8], first_base[8]};
         if (job >= kStagedBuffers) StagedSignals::wait(signals.stored[buffer], job / kStagedBuffers - 1);
@@ -410,14 +475,14 @@ __device__ void compute_results(const Convolution<T>& conv, const Staged& staged
 #pragma unroll 1
           for (int r = 0; r < rows; r += kTogether) {
             Element sums[kTogether][4];
-            const T* in = x + r * kPitch;
+            const T* in = x + r * in_row;
             const Element* v = memory.weights + group * kTerms * 128 + lane * 4;
             const auto add_channel = [&](bool first) {
               // A row of inputs is the second row of taps of one row of outputs, and the first of the next.
               Element a[kTerms][4], b[kTogether + 1];
 #pragma unroll
               for (int k = 0; k <= kTogether; ++k)
-                b[k] = kJ0 == 1 && t >= 2 ? Element(0) : static_cast<Element>(to_accumulator(in[k * kPitch]));
+                b[k] = kJ0 == 1 && t >= 2 ? Element(0) : static_cast<Element>(to_accumulator(in[k * in_row]));
 #pragma unroll
               for (int m = 0; m < kTerms; ++m)
 #pragma unroll
@@ -431,7 +496,7 @@ __device__ void compute_results(const Convolution<T>& conv, const Staged& staged
                   else
                     multiply_add(sums[k], a[m], b[k], b[k + 1], sums[k]);
                 }
-              in += of_channel;
+              in += in_channel;
               v += groups * kTerms * 128;
             };
             add_channel(true);
@@ -444,10 +509,12 @@ __device__ void compute_results(const Convolution<T>& conv, const Staged& staged
                 for (int e = 0; e < 4; ++e) {
                   const float value = static_cast<float>(sums[k][e]);
                   if constexpr (kTerms == 2) check += value;
-                  if (left > e % 2 * 4) (e < 2 ? to : to8)[e % 2 * 4] = from_accumulator<T>(value);
+                  const bool second = (kChannelsLast ? e % 2 : e / 2) != 0;
+                  const int at = kChannelsLast ? e / 2 * 8 : e % 2 * 4;
+                  if ((second ? end2 : end) > at) (second ? to2 : to)[at] = from_accumulator<T>(value);
                 }
               to += result_row;
-              to8 += result_row;
+              to2 += result_row;
             }
           }
           if constexpr (kTerms == 2)
@@ -465,21 +532,20 @@ __device__ void compute_results(const Convolution<T>& conv, const Staged& staged
 // The outputs of the block once more as they are defined: all of them, or those that are NaN.
 template <class T>
 __device__ __noinline__ void repair_outputs(const Convolution<T>& conv, const Staged& staged, bool all) {
-  const int64_t area = static_cast<int64_t>(staged.out[1]) * staged.out[2], volume = staged.out[0] * area;
+  const int64_t* strides = conv.output_strides;
   for_runs(staged, [&](const StagedRun& run) {
     const int rows = run.rows(staged), columns = run.columns(staged), channels = staged.out_channels;
     for (int z = run.begin; z < run.end; ++z)
 #pragma unroll 1
       for (int64_t i = threadIdx.x; i < static_cast<int64_t>(channels) * rows * columns; i += kStagedThreads) {
         const int x = i % columns, y = i / columns % rows, co = i / columns / rows;
-        T& output =
-            run.tile(conv, staged)[co * volume + (z - run.begin) * area + static_cast<int64_t>(y) * staged.out[2] + x];
+        T& output = run.tile(conv)[co * strides[1] + (z - run.begin) * strides[2] + y * strides[3] + x * strides[4]];
         if (all || isnan(to_accumulator(output))) output = direct_value(conv, run.n, co, z, run.y + y, run.x + x);
       }
   });
 }
 
-template <class T, int kJ0>
+template <class T, int kJ0, bool kChannelsLast>
 __global__ void __launch_bounds__(kStagedThreads, kStagedBlocks)
     staged_conv(const __grid_constant__ Convolution<T> conv, const __grid_constant__ Staged staged) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -491,11 +557,11 @@ __global__ void __launch_bounds__(kStagedThreads, kStagedBlocks)
   const int warp = threadIdx.x / 32;
   if (warp < kStagedConsumers) {
     collapse_weights(conv, staged, memory, signals);
-    compute_results<T, kJ0>(conv, staged, memory, signals);
+    compute_results<T, kJ0, kChannelsLast>(conv, staged, memory, signals);
   } else if (warp == kStagedConsumers) {
-    load_planes<T, kJ0>(conv, staged, memory, signals);
+    load_planes<T, kJ0, kChannelsLast>(conv, staged, memory, signals);
   } else {
-    store_results(conv, staged, memory, signals);
+    store_results<T, kChannelsLast>(conv, staged, memory, signals);
     wait_for_bulk_writes();
   }
   __syncthreads();
