@@ -51,15 +51,26 @@ def cuda_toolkit() -> Path | None:
     return None
 
 
+def cuda_archs() -> str:
+    """9.0 stands for 9.0a, the code that uses everything a device of 9.0 has; with PTX for later ones it stays 9.0."""
+    archs = re.split(r"[; ]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip() or ARCHS)
+    return ";".join("9.0a" if arch == "9.0" else arch for arch in archs)
+
+
+def launch_macros(cuda: Path | None) -> list[tuple[str, None]]:
+    """What the launch plans depend on. Without CUDA, plans are those of a build for every architecture."""
+    return [("FUSED_KERNELS_SM90A", None)] if not cuda or "9.0a" in cuda_archs().split(";") else []
+
+
 def ops_extension(cuda: Path | None) -> Extension:
-    macros = [("TORCH_TARGET_VERSION", TARGET_TORCH)]
+    macros = [("TORCH_TARGET_VERSION", TARGET_TORCH), *launch_macros(cuda)]
     # No -std: torch's BuildExtension adds the one that its headers need. No fast-math: NaN and infinity count.
     flags = {"cxx": ["-O3", "-g0", "-Wall", "-fvisibility=hidden"]}
     libraries = ["torch_cpu", "c10"]
     if cuda:
-        archs = os.environ["TORCH_CUDA_ARCH_LIST"] = os.environ.get("TORCH_CUDA_ARCH_LIST") or ARCHS
+        archs = os.environ["TORCH_CUDA_ARCH_LIST"] = cuda_archs()
         macros.append(("USE_CUDA", None))
-        flags["cxx"].append(f'-DFUSED_KERNELS_CUDA_ARCHS="{archs.replace(" ", ";")}"')
+        flags["cxx"].append(f'-DFUSED_KERNELS_CUDA_ARCHS="{archs}"')
         flags["nvcc"] = ["-O3", "--threads=2", "-Xfatbin=-compress-all", "-Xcompiler=-Wall,-fvisibility=hidden"]
         libraries += ["cudart_static", "dl", "rt", "pthread"]
     extension = (cpp_extension.CUDAExtension if cuda else cpp_extension.CppExtension)(
@@ -74,11 +85,12 @@ def ops_extension(cuda: Path | None) -> Extension:
     return extension
 
 
-def python_extension() -> Extension:
+def python_extension(cuda: Path | None) -> Extension:
     return Extension(
         "fused_kernels._C",
         ["csrc/python.cpp", "csrc/kernels/geometry.cpp"],
         include_dirs=["csrc", pybind11.get_include()],
+        define_macros=launch_macros(cuda),
         extra_compile_args=["-O3", "-g0", "-Wall", "-fvisibility=hidden"],
         extra_link_args=LINK_FLAGS,
         language="c++",
@@ -111,7 +123,7 @@ cpp_extension.CUDA_HOME = cuda and str(cuda)
 # The CUDA runtime is linked statically, so torch's own CUDA version need not match the toolkit's.
 cpp_extension._check_cuda_version = lambda *_: None
 
-extensions = [ops_extension(cuda), python_extension()]
+extensions = [ops_extension(cuda), python_extension(cuda)]
 for extension in extensions:
     extension.depends = sources("**/*.h", "**/*.cuh", "**/*.cu")  # in the sdist, too
 

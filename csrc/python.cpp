@@ -199,7 +199,8 @@ PYBIND11_MODULE(_C, m) {
            const PyTensor& shift, const PyTensor& scale2) -> Plan {
           const auto checked = check_pool<int64_t>(input, weight, bias, stride, padding, output_padding, groups,
                                                    dilation, pool_kernel_size, pool_stride, scale1, shift, scale2);
-          return plan_conv_transpose_avg_pool(avg_pool_problem(checked, itemsize(input), channels_last), device);
+          return plan_conv_transpose_avg_pool(
+              avg_pool_problem(checked, itemsize(input), std::get<1>(*input) == "bfloat16", channels_last), device);
         });
 
   // Geometry of one spatial dimension (csrc/kernels/geometry.h).

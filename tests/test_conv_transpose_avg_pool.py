@@ -25,6 +25,7 @@ f64, f32, f16, bf16 = DTYPES
 WORKLOAD = {"stride": 2, "padding": 1}  # with kernel 3 and pool 2: two taps a dimension, and D - 1 outputs
 STAGED, DIRECT = ["staged_conv"], ["collapse_taps", "direct_conv"]
 GEMM, COLUMNS = ["split_taps", "implicit_gemm"], ["collapse_taps", "column_conv"]
+WIDE = ["wide_taps", "warpgroup_gemm"]
 
 
 @pytest.mark.sanitize
@@ -95,6 +96,29 @@ GEMM, COLUMNS = ["split_taps", "implicit_gemm"], ["collapse_taps", "column_conv"
         ((2, 3, 30, 30), (9, 3, 3), {"pool_stride": 9}, f32, GEMM),
         ((1, 2, 600), (5, 512), {"padding": 300, "pool_kernel_size": 1}, f32, GEMM),  # the most offsets
         ((1, 2, 600), (5, 513), {"padding": 300, "pool_kernel_size": 1}, f32, COLUMNS),
+        # The product of warpgroups: 64 output channels, 16 input channels a product, several products a chunk.
+        ((1, 15, 255), (64, 3), WORKLOAD, f16, GEMM),
+        *(((1, n, 255), (64, 3), WORKLOAD, f16, WIDE) for n in (16, 17, 31, 32, 33, 48, 65)),
+        ((1, 16, 255), (32, 3), WORKLOAD, bf16, GEMM),
+        *(((1, 16, 255), (n, 3), WORKLOAD, bf16, WIDE) for n in (33, 63, 64, 97, 128, 129)),
+        *(((1, 16, 257), (n, 3), WORKLOAD, f16, WIDE) for n in (65, 80)),
+        *(((2, 20, 36), (n, 3), WORKLOAD | {"groups": 2}, f16, GEMM) for n in (33,)),
+        *(((2, 36, 500), (n, 3), WORKLOAD | {"groups": 2}, dtype, WIDE) for n in (33, 70) for dtype in (f16, bf16)),
+        # 256 positions of all rows in one line, at even and odd beginnings, in rows of words and not.
+        *(((1, 16, 256 + i), (64, 3), WORKLOAD, f16, WIDE) for i in (0, 1, 2, 256, 257, 258)),
+        *(((3, 16, 9, 20 + i), (64, 4, 4), WORKLOAD, bf16, WIDE) for i in range(4)),
+        *(((3, 16, 11, 20 + i), (64, 6, 6), {"stride": 2, "padding": 4}, f16, WIDE) for i in range(2)),
+        *(((3, 16, 7, 20 + i), (64, 3, 3), {"pool_kernel_size": 1}, f16, WIDE) for i in range(2)),
+        *(((3, 16, 24, 9 + i), (64, 3, 5), {"padding": 1, "pool_kernel_size": 1}, bf16, WIDE) for i in range(2)),
+        ((1, 16, 255), (64, 64), {"padding": 30, "pool_kernel_size": 1}, f16, WIDE),
+        # Offsets of the other dimensions, up to what two chunks leave of the shared memory.
+        ((1, 16, 5, 11, 16), (64, 4, 4, 4), WORKLOAD, bf16, WIDE),
+        ((1, 32, 5, 10, 15), (64, 2, 3, 3), {"pool_kernel_size": 1}, f16, WIDE),
+        *(((1, 16, 20, 20), (64, n, 3), {"padding": 1, "pool_kernel_size": 1}, f16, WIDE) for n in (8, 9, 10)),
+        ((1, 16, 20, 20), (64, 12, 3), {"padding": 1, "pool_kernel_size": 1}, f16, GEMM),
+        # Blocks that use each slot several times, in several jobs each.
+        *(((300, 40, 11, 15), (64, 4, 4), WORKLOAD, dtype, WIDE) for dtype in (f16, bf16)),
+        ((9, 16, 60, 60), (64, 3, 3), {"pool_kernel_size": 1}, f16, WIDE),
         # Columns: eight rows a thread, up to four offsets in registers.
         *(((2, 3, n, 31), (3, 3, 3), WORKLOAD, f64, COLUMNS) for n in (8, 9, 10)),
         *(((2, 2, n, 31), (1, 3, 3), WORKLOAD | {"groups": 2}, f16, COLUMNS) for n in (8, 9, 10)),
@@ -189,6 +213,9 @@ def test_sizes_may_be_any_integers(inputs: Inputs) -> None:
         ((1, 3, 4, 6, 16), 17, 1, bf16, GEMM),
         ((1, 7, 4, 6), 6, 1, f64, GEMM),
         ((1, 10, 4, 6), 6, 2, f64, GEMM),
+        *(((2, n, 17, 15), 64, 1, dtype, WIDE) for n in (64, 68, 72, 80) for dtype in (f16, bf16)),
+        ((2, 80, 17, 15), 40, 2, f16, WIDE),
+        ((200, 64, 15, 16), 64, 1, bf16, WIDE),
     ],
     ids=str,
 )
@@ -271,8 +298,23 @@ def test_a_matrix_product_of_unaligned_inputs(inputs: Inputs, layout: str, dtype
     check(B, x, w, **WORKLOAD, against_eager=False)
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("layout", ["offset 1", "offset 2", "channels_last", "channels_last offset 4"])
+@pytest.mark.parametrize("channels", [64, 72])
+def test_a_product_of_warpgroups_of_unaligned_inputs(inputs: Inputs, layout: str, channels: int) -> None:
+    """Inputs as words, as vectors of eight channels, and one by one."""
+    values = inputs.input(2, channels, 11, 16, dtype=f16)
+    offset = int(layout[-1]) if layout[-1].isdigit() else 0
+    storage = values.new_full((offset + values.numel(),), math.nan)[offset:]
+    format = torch.channels_last if layout.startswith("channels_last") else torch.contiguous_format
+    x = storage.as_strided(values.shape, values.contiguous(memory_format=format).stride()).copy_(values)
+    w = inputs.weight(channels, 64, 4, 4, dtype=f16)
+    assert [launch.kernel for launch in fused_kernels.plan(B, x.to("meta"), w.to("meta"), **WORKLOAD).launches] == WIDE
+    check(B, x, w, **WORKLOAD, against_eager=False)
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("channels", [1, 24], ids=["columns", "matrix product"])
+@pytest.mark.parametrize("channels", [1, 24, 80], ids=["columns", "matrix product", "of warpgroups"])
 @every_dtype
 def test_a_sample_is_the_same_in_every_batch(inputs: Inputs, dtype: torch.dtype, channels: int, layout: str) -> None:
     x, w = LAYOUTS[layout](inputs.input(67, 20, 9, 12, dtype=dtype)), inputs.weight(20, channels, 4, 4, dtype=dtype)
@@ -524,16 +566,37 @@ def test_special_values_here_and_there(
     check(B, x, w, **WORKLOAD)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("where", ["input", "weight", "overflow"])
+@pytest.mark.parametrize("dtype", [f16, bf16], ids=str)
+def test_special_values_in_a_product_of_warpgroups(inputs: Inputs, dtype: torch.dtype, where: str, layout: str) -> None:
+    x = LAYOUTS[layout](inputs.input(70, 16, 11, 16, positive=True, dtype=dtype))
+    w = inputs.weight(16, 64, 4, 4, positive=True, dtype=dtype)
+    assert [launch.kernel for launch in fused_kernels.plan(B, x.to("meta"), w.to("meta"), **WORKLOAD).launches] == WIDE
+    if where == "input":
+        x[0, 3, 5, 6], x[1, 15, 0, 0], x[69, 0, 10, 15] = math.inf, math.nan, -math.inf
+    elif where == "weight":
+        w[3, 63, 1, 2] = -math.inf
+    else:
+        x[2, 4, 7, 7], w[4, 1] = torch.finfo(dtype).max, 16.0
+    ours = check(B, x, w, **WORKLOAD)
+    assert not ours.isfinite().all() and ours[:, 2:60].isfinite().any()
+
+
 @every_dtype
 @pytest.mark.parametrize("scale", [math.inf, 0.0, 1e30, 1e-30], ids=str)
-@pytest.mark.parametrize("size", [(6, 5), (11,)], ids=str)
+@pytest.mark.parametrize("size", [(6, 5), (11,), (255,)], ids=str)
 def test_extreme_factors(inputs: Inputs, dtype: torch.dtype, scale: float, size: tuple[int, ...]) -> None:
     """They may not be multiplied with each other, or with the weight, where that would lose what they leave."""
     if scale not in (0.0, math.inf) and dtype == f16:
         pytest.skip("beyond float16")
-    x, w = inputs.input(2, 3, *size, dtype=dtype), inputs.weight(3, 6, *[3] * len(size), dtype=dtype)
+    in_channels, channels = (16, 40) if size == (255,) else (3, 6)
+    x, w = (
+        inputs.input(2, in_channels, *size, dtype=dtype),
+        inputs.weight(in_channels, channels, *[3] * len(size), dtype=dtype),
+    )
     w[0, 1] = 0
-    bias, shift = inputs.channels(6, dtype=dtype), inputs.channels(6, dtype=dtype)
+    bias, shift = inputs.channels(channels, dtype=dtype), inputs.channels(channels, dtype=dtype)
     check(B, x, w, bias, **WORKLOAD, scale1=2.0, shift=shift, scale2=scale)
     if scale < math.inf:  # the composition multiplies before it pools, and makes NaN of infinities of both signs
         check(B, x, w, bias, **WORKLOAD, scale1=scale, shift=shift, scale2=1 / scale if scale else 3.0)

@@ -90,6 +90,21 @@ __device__ double collapsed_tap(const Convolution<T>& conv, int64_t ci, int64_t 
   return sum;
 }
 
+// V as numbers of a half type that add up to it, `step` apart; false where they would not hold it in float32's precision.
+template <int kTerms, class T>
+__device__ bool split_weight(double v, T* to, int step) {
+  // float16 holds every sum of weights as two numbers, since none has more than its own smallest digit.
+  constexpr double kMax = kTerms == 2 ? 65000 : 1e37, kMin = kTerms == 2 ? 0 : 1e-28;
+  const bool trusted = v == 0 || (fabs(v) < kMax && fabs(v) > kMin);
+#pragma unroll
+  for (int term = 0; term < kTerms; ++term) {
+    const T part = from_double<T>(v);
+    to[term * step] = part;
+    v -= static_cast<double>(to_accumulator(part));
+  }
+  return trusted;
+}
+
 // One output as it is defined: taps outside the input and offsets without a tap are skipped, factors follow one another.
 // For what the tensor cores may not be trusted with: infinite weights or factors, and what came from splitting numbers.
 template <class T>

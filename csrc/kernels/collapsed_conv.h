@@ -14,6 +14,7 @@ struct AvgPoolProblem {
   int64_t out_channels = 0;
   int64_t groups = 1;
   int itemsize = 4;
+  bool bfloat16 = false;
   bool channels_last = false;
   PoolDim dims[kMaxSpatialDims];  // leading dimensions of size 1 where there are fewer
 
@@ -26,6 +27,10 @@ struct AvgPoolProblem {
     return count_product({dims[0].offsets().size(), dims[1].offsets().size(), dims[2].offsets().size()});
   }
 };
+
+// Kernels that write V for a matrix product.
+inline constexpr int kCollapseThreads = 256;
+inline constexpr int64_t kMaxCollapseBlocks = 1024;  // each has a flag that all blocks of the product read
 
 inline constexpr int64_t kMax32BitSize = 1 << 30;  // of what a kernel counts with 32 bits
 inline constexpr int64_t kMaxDimOffsets = 4096;    // of one dimension, for such a kernel

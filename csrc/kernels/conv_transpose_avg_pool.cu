@@ -4,8 +4,9 @@
 //   V[ci, j, co] = sum of the taps of weight[ci, co] that the pool window brings to offset j (geometry.h)
 //
 // Bytes: the input and the output once. At (128, 3, 16, 32, 32) -> 16 channels on H200: 144 MB, 33 us; 0.7 G multiply-adds,
-// 21 us of plain FMA. Four kernels: staged_conv (staged_conv.cuh) for two offsets a dimension and few channels,
-// implicit_gemm (implicit_gemm.cuh) for many output channels, column_conv for few, direct_conv for whatever is left.
+// 21 us of plain FMA. Five kernels: staged_conv (staged_conv.cuh) for two offsets a dimension and few channels,
+// warpgroup_gemm (warpgroup_gemm.cuh) for many channels of half types on compute capability 9.0, implicit_gemm
+// (implicit_gemm.cuh) for many output channels, column_conv for few, direct_conv for whatever is left.
 #include "collapsed_conv.cuh"
 #include "conv_transpose_avg_pool.h"
 #include "conv_transpose_avg_pool_plan.h"
@@ -13,6 +14,7 @@
 #include "launch.cuh"
 #include "staged_conv.cuh"
 #include "vector.cuh"
+#include "warpgroup_gemm.cuh"
 
 namespace fused {
 namespace {
@@ -420,6 +422,60 @@ void launch_gemm(const CudaContext& cuda, const AvgPoolPlan& plan, const AvgPool
 }
 
 template <class T>
+Wide wide_geometry(const AvgPoolProblem& problem, const WideTiling& tiling, const Convolution<T>& conv) {
+  Wide wide;
+  wide.tiling = tiling;
+  wide.in_group = static_cast<int>(problem.in_group());
+  wide.per_group = static_cast<int>(problem.per_group());
+  wide.tiles_of_group = static_cast<int>(tiling.channel_tiles / problem.groups);
+  for (int d = 0; d < kMaxSpatialDims; ++d) {
+    const PoolDim& dim = problem.dims[d];
+    wide.taps[d] = static_cast<int>(dim.offsets().size());
+    wide.begin[d] = static_cast<int>(dim.offsets().begin);
+    wide.size[d] = static_cast<int>(dim.conv.input);
+    wide.out[d] = static_cast<int>(dim.output());
+  }
+  wide.channel_tiles = Divisor(tiling.channel_tiles);
+  wide.lines = Divisor(tiling.lines);
+  wide.planes = Divisor(wide.out[0]);
+  wide.pitch = Divisor(tiling.pitch);
+  wide.points_of_segment = Divisor(tiling.points);
+  wide.pairs_of_line = Divisor(tiling.line() / 2);
+  wide.rows_of_taps = Divisor(wide.taps[1]);
+  const auto whole = [](const T* first, const int64_t (&strides)[2 + kMaxSpatialDims], int64_t count, int last) {
+    bool all = reinterpret_cast<uintptr_t>(first) % (count * sizeof(T)) == 0 && strides[last] == 1;
+    for (int d = 0; d < 2 + kMaxSpatialDims; ++d) all &= d == last || strides[d] % count == 0;
+    return all;
+  };
+  wide.pairs = whole(conv.input, conv.input_strides, 2, 4) && wide.size[2] % 2 == 0;
+  wide.points = whole(conv.input, conv.input_strides, 8, 1) && wide.in_group % 8 == 0;
+  wide.output_pairs = whole(conv.output, conv.output_strides, 2, 4) && wide.out[2] % 2 == 0;
+  return wide;
+}
+
+template <class T>
+void launch_wide(const CudaContext& cuda, const AvgPoolPlan& plan, const AvgPoolProblem& problem,
+                 const Convolution<T>& conv, const Tensor& like) {
+  const Tensor workspace = empty_bytes(plan.workspace, like);
+  auto* weights = static_cast<T*>(workspace.mutable_data_ptr());
+  auto* factors = reinterpret_cast<float2*>(static_cast<char*>(workspace.mutable_data_ptr()) + plan.collapsed);
+  auto* flags = reinterpret_cast<int*>(factors + problem.out_channels);
+  Wide wide = wide_geometry(problem, plan.wide, conv);
+  cuda.launch(plan.launch[0], wide_taps<T>, conv, wide, weights, factors, flags, wide_weights(problem, plan.wide));
+  // The kernel counts jobs with 32 bits, so a huge batch goes in slices.
+  const int64_t of_sample = problem.dims[0].output() * plan.wide.lines * plan.wide.channel_tiles;
+  const int64_t samples = kMax32BitSize / of_sample;
+  for (int64_t first = 0; first < problem.batch; first += samples) {
+    Convolution<T> slice = conv;
+    slice.input += first * conv.input_strides[0];
+    slice.output += first * conv.output_strides[0];
+    wide.jobs = static_cast<int>(std::min(samples, problem.batch - first) * of_sample);
+    cuda.launch(plan.launch[1], warpgroup_gemm<T>, slice, wide, weights, factors, flags,
+                static_cast<int>(plan.launch[0].grid));
+  }
+}
+
+template <class T>
 Columns column_geometry(const AvgPoolProblem& problem, const AvgPoolPlan& plan, const Convolution<T>& conv) {
   Columns at;
   for (int d = 0; d < kMaxSpatialDims; ++d) {
@@ -467,6 +523,8 @@ void launch_conv(const CudaContext& cuda, const AvgPoolPlan& plan, const AvgPool
       return;
     }
   }
+  if constexpr (sizeof(T) == 2)
+    if (plan.kernel == PoolKernel::kWide) return launch_wide(cuda, plan, problem, conv, like);
   if (plan.kernel == PoolKernel::kGemm) {
     if constexpr (sizeof(T) == 2)
       if (plan.gemm.tiles == 4) return launch_gemm<T, 4>(cuda, plan, problem, conv, like);
@@ -511,7 +569,8 @@ Tensor conv_transpose_avg_pool_cuda(const Tensor& input, const Tensor& weight, c
   const CudaContext cuda("conv_transpose_avg_pool", input);
   const bool channels_last = wants_channels_last(input);
   Tensor output = empty(checked.output, input.scalar_type(), input, channels_last);
-  const AvgPoolProblem problem = avg_pool_problem(checked, static_cast<int>(input.element_size()), channels_last);
+  const AvgPoolProblem problem = avg_pool_problem(checked, static_cast<int>(input.element_size()),
+                                                  input.scalar_type() == ScalarType::BFloat16, channels_last);
   const AvgPoolPlan plan = plan_conv_transpose_avg_pool(problem, cuda.properties());
   if (plan.launches == 0) return output;
   const Tensor x = channels_last ? input : as_contiguous(input), w = as_contiguous(weight);

@@ -7,10 +7,11 @@
 #include "conv_transpose_avg_pool.h"
 #include "implicit_gemm_plan.h"
 #include "staged_conv_plan.h"
+#include "warpgroup_gemm_plan.h"
 
 namespace fused {
 
-inline AvgPoolProblem avg_pool_problem(const AvgPooledConvTranspose<int64_t>& pooled, int itemsize,
+inline AvgPoolProblem avg_pool_problem(const AvgPooledConvTranspose<int64_t>& pooled, int itemsize, bool bfloat16,
                                        bool channels_last) {
   AvgPoolProblem problem;
   problem.batch = pooled.conv.batch;
@@ -18,30 +19,30 @@ inline AvgPoolProblem avg_pool_problem(const AvgPooledConvTranspose<int64_t>& po
   problem.out_channels = pooled.conv.out_channels;
   problem.groups = pooled.conv.groups;
   problem.itemsize = itemsize;
+  problem.bfloat16 = bfloat16;
   problem.channels_last = channels_last;
   for (int d = 0; d < pooled.conv.spatial_dims; ++d)
     problem.dims[kMaxSpatialDims - pooled.conv.spatial_dims + d] = pool_dim(pooled, d);
   return problem;
 }
 
-enum class PoolKernel { kNone, kStaged, kGemm, kColumns, kDirect };
+enum class PoolKernel { kNone, kStaged, kWide, kGemm, kColumns, kDirect };
 
 struct AvgPoolPlan : Plan {
   PoolKernel kernel = PoolKernel::kNone;
   StagedLayout staged;
   int64_t staged_steps = 0;  // of a sample
   GemmTiling gemm;           // of the implicit matrix product
-  int64_t collapsed = 0;     // bytes of the workspace that hold V, of kGemm
+  WideTiling wide;           // of that of warpgroups
+  int64_t collapsed = 0;     // bytes of the workspace that hold V, of kWide and kGemm
   int column_taps = 0;       // offsets along a column that a thread holds in registers
   int columns = 1;           // side by side, of a thread
   int64_t threads = 0;       // that have work: of a sample in kColumns, of all in kDirect
 };
 
-inline constexpr int kCollapseThreads = 256;
-inline constexpr int64_t kMaxCollapseBlocks = 1024;  // each has a flag that all blocks of the product read
 inline constexpr int kDirectThreads = 256;
-// Outputs of a thread of the column kernel. (32, 64, 128, 128) with 64 groups, kernel 4, stride 2: 325 us with 4 in float32
-// and 259 in float16, 247 and 185 with 8, 328 with 16 in float16.
+// Outputs of a column that a thread takes. With two columns, (32, 64, 128, 128) with 64 groups, kernel 4 and stride 2, takes
+// 107 us in float32 and 75 in half types.
 inline constexpr int kColumnRows = 8;
 inline constexpr int kMaxColumnTaps = 4;
 // Per multiprocessor, at least, where threads take two columns each: fewer would leave it waiting for memory.
@@ -87,16 +88,30 @@ inline AvgPoolPlan plan_conv_transpose_avg_pool(const AvgPoolProblem& problem, c
              shared_memory);
     return plan;
   }
-  const bool programmatic = device.compute_capability >= 90;
+  const bool programmatic = device.code_capability >= 90;
+  // V as a kernel takes it, factors of each output channel, and a flag of each block that writes them.
+  const auto collapse = [&plan](const char* kernel, int64_t weights, int itemsize, int64_t factors) {
+    plan.collapsed = count_product({weights, itemsize});
+    const int64_t blocks = std::min(ceil_div(weights, kCollapseThreads), kMaxCollapseBlocks);
+    plan.workspace = plan.collapsed + factors * 8 + blocks * 4;
+    plan.add(kernel, blocks, kCollapseThreads);
+  };
+  plan.wide = wide_tiling(problem, device);
+  if (plan.wide.fits()) {
+    plan.variant = "matrix product of warpgroups on tensor cores";
+    plan.kernel = PoolKernel::kWide;
+    collapse("wide_taps", wide_weights(problem, plan.wide), 2 * wide_terms(problem.bfloat16), problem.out_channels);
+    const int64_t jobs = count_product({problem.batch, dim0.output(), plan.wide.lines, plan.wide.channel_tiles});
+    plan.add("warpgroup_gemm", std::min<int64_t>(jobs, device.multiprocessors), kWideThreads, plan.wide.shared_memory,
+             programmatic);
+    return plan;
+  }
   plan.gemm = gemm_tiling(problem, device);
   if (plan.gemm.fits()) {
     plan.variant = "implicit matrix product on tensor cores";
     plan.kernel = PoolKernel::kGemm;
-    const int64_t weights = gemm_weights(problem, plan.gemm);
-    plan.collapsed = count_product({weights, problem.itemsize == 2 ? 2 * gemm_terms(problem.itemsize) : 8});
-    const int64_t collapsing = std::min(ceil_div(weights, kCollapseThreads), kMaxCollapseBlocks);
-    plan.workspace = plan.collapsed + collapsing * 4;  // and a flag of each block
-    plan.add("split_taps", collapsing, kCollapseThreads);
+    const int itemsize = problem.itemsize == 2 ? 2 * gemm_terms(problem.itemsize) : 8;
+    collapse("split_taps", gemm_weights(problem, plan.gemm), itemsize, 0);
     // Blocks of one tile of channels share the positions: as many as run at once.
     const int64_t together = device.multiprocessors * gemm_blocks(problem.itemsize);
     const int64_t boxes = std::min(count_product({problem.batch, plan.gemm.boxes}), kMax32BitSize);

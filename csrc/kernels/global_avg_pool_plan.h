@@ -208,7 +208,7 @@ inline GlobalPoolPlan plan_global_avg_pool(const GlobalPoolProblem& problem, con
     plan.add("chunk_sums", plan.tap_blocks + ceil_div(planes * plan.chunks, per_block), plan.warps * per_block * 32);
   }
   plan.launch[0].times = problem.parts;
-  const bool programmatic = device.compute_capability >= 90;
+  const bool programmatic = device.code_capability >= 90;
   if (problem.chain) {
     plan.workspace = (planes * problem.regions * plan.chunks + pairs * problem.regions) * 8;
     const int64_t per_group = ceil_div(problem.out_channels / problem.groups, kColumns);

@@ -150,15 +150,7 @@ __global__ void __launch_bounds__(kGemmThreads)
       *to = v;
       trusted &= isfinite(v);
     } else {
-      // float16 holds every sum of weights as two numbers, since none has more than its own smallest digit.
-      constexpr double kMax = Math::kTerms == 2 ? 65000 : 1e37, kMin = Math::kTerms == 2 ? 0 : 1e-28;
-      trusted &= v == 0 || (fabs(v) < kMax && fabs(v) > kMin);
-#pragma unroll
-      for (int term = 0; term < Math::kTerms; ++term) {
-        const T part = from_double<T>(v);
-        to[term * kLanes] = part;
-        v -= static_cast<double>(to_accumulator(part));
-      }
+      trusted &= split_weight<Math::kTerms>(v, to, kLanes);
     }
   }
   const bool all = __syncthreads_and(trusted);

@@ -161,7 +161,7 @@ inline void choose_box(const AvgPoolProblem& problem, const DeviceProperties& de
 inline GemmTiling gemm_tiling(const AvgPoolProblem& problem, const DeviceProperties& device) {
   const int arch = device.compute_capability;
   // Half types need the products of this architecture, the others fast float64 ones.
-  if (arch < 80 || (problem.itemsize > 2 && arch != 80 && arch != 90 && arch != 100)) return {};
+  if (device.code_capability < 80 || (problem.itemsize > 2 && arch != 80 && arch != 90 && arch != 100)) return {};
   const int64_t per_group = problem.per_group(), taps = problem.offsets();
   if (per_group < kMinGemmChannels || taps > kMaxGemmDepth / 8 || !fits_32_bits(problem)) return {};
   if (count_product({problem.in_channels, problem.inputs()}) > kMax32BitSize || problem.outputs() > kMax32BitSize ||

@@ -4,9 +4,9 @@
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 
-#include <map>
+#include <memory>
+#include <mutex>
 #include <utility>
-#include <vector>
 
 #include "plan.h"
 #include "tensors.h"
@@ -37,20 +37,30 @@ inline int device_attribute(const char* op, cudaDeviceAttr attribute, int device
   return value;
 }
 
-// They never change, so every device is asked once.
+// Tells by its attributes what the code was compiled for that a device runs.
+static __global__ void nothing() {}
+
+// Of the current device. They never change, so every device is asked once, when it is first used.
 inline const DeviceProperties& device_properties(const char* op, int device) {
-  static const std::vector<DeviceProperties> all = [op] {
+  struct Entry {
+    std::once_flag asked;
+    DeviceProperties properties;
+  };
+  static const std::unique_ptr<Entry[]> all = [op] {
     int count = 0;
     check_cuda(op, cudaGetDeviceCount(&count), "cudaGetDeviceCount");
-    std::vector<DeviceProperties> properties;
-    for (int i = 0; i < count; ++i)
-      properties.push_back({device_attribute(op, cudaDevAttrComputeCapabilityMajor, i) * 10 +
-                                device_attribute(op, cudaDevAttrComputeCapabilityMinor, i),
-                            device_attribute(op, cudaDevAttrMultiProcessorCount, i),
-                            device_attribute(op, cudaDevAttrMaxSharedMemoryPerBlockOptin, i)});
-    return properties;
+    return std::make_unique<Entry[]>(static_cast<size_t>(count));
   }();
-  return all.at(static_cast<size_t>(device));
+  Entry& entry = all[static_cast<size_t>(device)];
+  std::call_once(entry.asked, [op, device, &entry] {
+    cudaFuncAttributes attributes = {};
+    check_cuda(op, cudaFuncGetAttributes(&attributes, nothing), "cudaFuncGetAttributes");
+    entry.properties = {device_attribute(op, cudaDevAttrComputeCapabilityMajor, device) * 10 +
+                            device_attribute(op, cudaDevAttrComputeCapabilityMinor, device),
+                        device_attribute(op, cudaDevAttrMultiProcessorCount, device),
+                        device_attribute(op, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), attributes.ptxVersion};
+  });
+  return entry.properties;
 }
 
 // Makes the device of `tensor` current for as long as it lives, for torch and for this binary's own CUDA runtime.
@@ -76,7 +86,6 @@ class CudaContext {
     if (launch.grid > INT32_MAX)
       fail(op_, "expected an input that takes at most ", INT32_MAX, " blocks, but ", launch.kernel, " would take ",
            launch.grid, ", which is not supported yet");
-    const bool programmatic = launch.programmatic && waits_by_itself(reinterpret_cast<const void*>(kernel));
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(static_cast<unsigned>(launch.grid));
     config.blockDim = dim3(static_cast<unsigned>(launch.block));
@@ -86,21 +95,11 @@ class CudaContext {
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
     config.attrs = &attribute;
-    config.numAttrs = programmatic ? 1 : 0;
+    config.numAttrs = launch.programmatic ? 1 : 0;
     check_cuda(op_, cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), launch.kernel);
   }
 
  private:
-  // Code made from PTX of an older architecture does not, whatever the device. Every thread asks once: a lock costs more.
-  bool waits_by_itself(const void* kernel) const {
-    thread_local std::map<std::pair<const void*, int32_t>, bool> known;
-    const auto found = known.find({kernel, device_});
-    if (found != known.end()) return found->second;
-    cudaFuncAttributes attributes = {};
-    check_cuda(op_, cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
-    return known[{kernel, device_}] = attributes.ptxVersion >= 90;
-  }
-
   const char* op_;
   int32_t device_;
   torch::stable::accelerator::DeviceGuard guard_;

@@ -126,6 +126,7 @@ inline int staged_rows(const AvgPoolProblem& problem, const DeviceProperties& de
 inline bool fits_staged(const AvgPoolProblem& problem, const DeviceProperties& device) {
   // Only these have float64 tensor cores that are worth it.
   if (device.compute_capability != 90 && device.compute_capability != 100) return false;
+  if (device.code_capability < 90) return false;
   if (problem.groups != 1 || problem.itemsize == 8) return false;
   // Pixels that are a few channels, and whose results are a run: longer ones fill the steps of the matrix product.
   if (problem.channels_last &&

@@ -1,0 +1,490 @@
+// The collapsed convolution of half types as a product of whole warpgroups (wgmma), for many channels: V (64 output
+// channels, K) times inputs (K, 256 positions). A warp loads V and three load inputs into rings in shared memory, two
+// warpgroups multiply 128 positions each. Positions of a plane lie in one line, rows one behind the other with the inputs
+// beyond their ends, so an offset along a row is a shift of 16 bytes, eight channels of a position. Offsets of the other
+// dimensions have inputs of their own.
+//
+// V is split into as many numbers of its type as hold it in float32's precision. Tensor cores cut off what float32 sums do
+// not hold, so they make sums of twelve products at most, which are then added up.
+//
+// On H200, (32, 64, 128, 128) -> 64 channels, kernel 4 and stride 2, takes 237 us in float16 and 279 in bfloat16, where
+// products of single warps (implicit_gemm) take 464 and 500. What that rests on:
+// - Where the inputs of a job lie is worked out once, not for every chunk: 401 us became 316.
+// - V comes and goes in groups, as many products as make a sum, with one wait each: 248; their descriptors are added to: 237.
+#pragma once
+
+#include <cuda_awbarrier_primitives.h>
+#include <cuda_pipeline.h>
+
+#include "collapsed_conv.cuh"
+#include "launch.cuh"
+#include "warpgroup_gemm_plan.h"
+
+namespace fused {
+
+// The geometry in 32-bit numbers.
+struct Wide {
+  WideTiling tiling;
+  int jobs = 0;  // tiles of positions and channels, of all samples
+  int in_group = 0, per_group = 0, tiles_of_group = 0;
+  int taps[kMaxSpatialDims] = {}, begin[kMaxSpatialDims] = {};  // of the offsets
+  int size[kMaxSpatialDims] = {}, out[kMaxSpatialDims] = {};
+  bool pairs = false;         // two neighbours of a row are one aligned word
+  bool points = false;        // eight channels of a position are one aligned vector
+  bool output_pairs = false;  // two neighbours of a row of outputs are one aligned word
+  Divisor channel_tiles, lines, planes, pitch, points_of_segment, pairs_of_line, rows_of_taps;
+};
+
+template <class T>
+inline constexpr int kWideTerms = wide_terms(std::is_same_v<T, __nv_bfloat16>);
+template <class T>
+inline constexpr int kWideWeights = kWideTerms<T> * kWideChannels * kWideDepth;  // elements of a step
+
+// V, (channel tiles, blocks, offsets, terms, halves of a block, 64 channels, 8 input channels), zero where there is none;
+// what a sum of each output channel is multiplied by and what is added; and for each block whether it has met what may not be
+// multiplied so.
+template <class T>
+__global__ void __launch_bounds__(kCollapseThreads)
+    wide_taps(const __grid_constant__ Convolution<T> conv, const __grid_constant__ Wide wide, T* weights,
+              float2* factors, int* flags, int64_t count) {
+  allow_next_launch();
+  constexpr int kTerms = kWideTerms<T>, kProduct = kWideChannels * kWideDepth;
+  const int taps1 = wide.taps[1], taps2 = wide.taps[2], taps = wide.taps[0] * taps1 * taps2;
+  bool trusted = true;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
+       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    const int within = static_cast<int>(i % kProduct), row = within / 8 % kWideChannels;
+    const int depth = within / (8 * kWideChannels) * 8 + within % 8;
+    int64_t rest = i / kProduct;
+    const int j = static_cast<int>(rest % taps);
+    rest /= taps;
+    const int ci = static_cast<int>(rest % wide.tiling.blocks) * kWideDepth + depth;
+    const int tile = static_cast<int>(rest / wide.tiling.blocks), group = tile / wide.tiles_of_group;
+    const int co = tile % wide.tiles_of_group * kWideChannels + row;
+    double v = 0;
+    if (co < wide.per_group) {
+      if (ci < wide.in_group)
+        v = collapsed_tap(conv, static_cast<int64_t>(group) * wide.in_group + ci, co,
+                          {j / taps2 / taps1, j / taps2 % taps1, j % taps2});
+      if (j == 0 && ci == 0) {
+        const int64_t channel = static_cast<int64_t>(group) * wide.per_group + co;
+        const Affine<double> affine(conv, channel);
+        const double factor = affine.factor();
+        factors[channel] = {static_cast<float>(factor), static_cast<float>(affine(0))};
+        trusted &= isfinite(affine(0)) &&
+                   ((fabs(factor) < 1e30 && fabs(factor) > 1e-30) || affine.scale1 == 0 || affine.scale2 == 0);
+      }
+    }
+    trusted &= split_weight<kTerms>(v, weights + (i - within) * kTerms + within, kProduct);
+  }
+  const bool all = __syncthreads_and(trusted);
+  if (threadIdx.x == 0) flags[blockIdx.x] = !all;
+}
+
+// A tile of positions and channels.
+struct WideJob {
+  int n, o0, first, tile, group;  // sample, plane, first position in line, channel tile
+  __device__ WideJob(const Wide& wide, unsigned job) {
+    unsigned part, line, plane;
+    job = wide.channel_tiles.divide(job, part);
+    job = wide.lines.divide(job, line);
+    n = static_cast<int>(wide.planes.divide(job, plane));
+    o0 = static_cast<int>(plane);
+    first = static_cast<int>(line) * kWideTile;
+    tile = static_cast<int>(part);
+    group = tile / wide.tiles_of_group;
+  }
+  __device__ int first_channel(const Wide& wide) const {  // of its group
+    return tile % wide.tiles_of_group * kWideChannels;
+  }
+};
+
+// Which of the rings' slots are full, and which are free again.
+struct WideSignals {
+  __mbarrier_t weights_full[kMaxWideWeightSlots], weights_free[kMaxWideWeightSlots];
+  __mbarrier_t inputs_full[kMaxWideSlots], inputs_free[kMaxWideSlots];
+  __device__ void init() {
+    constexpr int kConsumerWarps = kWideConsumers * kWarpgroup / 32;
+    for (int i = 0; i < kMaxWideWeightSlots; ++i) {
+      __mbarrier_init(&weights_full[i], 1);
+      __mbarrier_init(&weights_free[i], kConsumerWarps);
+    }
+    for (int i = 0; i < kMaxWideSlots; ++i) {
+      __mbarrier_init(&inputs_full[i], kWideLoaders);
+      __mbarrier_init(&inputs_free[i], kConsumerWarps);
+    }
+  }
+  __device__ static void wait(__mbarrier_t& barrier, unsigned use) {
+    while (!__mbarrier_try_wait_parity(&barrier, use % 2, 1000000)) {
+    }
+  }
+};
+
+// Place in a ring, and how often it has been around.
+struct RingPlace {
+  unsigned slot = 0, turn = 0;
+  __device__ void next(unsigned slots) {
+    if (++slot == slots) {
+      slot = 0;
+      ++turn;
+    }
+  }
+};
+
+__device__ inline unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// Copies whole vectors to shared memory by itself; `full` counts the bytes.
+__device__ inline void bulk_load(void* to, const void* from, unsigned bytes, __mbarrier_t& full) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&full)), "r"(bytes)
+               : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(bytes), "r"(shared_address(&full))
+               : "memory");
+}
+
+// A matrix in shared memory whose rows are runs of eight elements along the depth, eight rows one behind the other: where it
+// begins, and from one run of a row to the next, both in 16 bytes. Its place may be added to.
+__device__ inline unsigned matrix(unsigned address, unsigned next_run) { return address >> 4 | next_run << 16; }
+
+__device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ inline void wait_for_products(float (&sums)[64]) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+  for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(sums[i])::"memory");  // no use moves before the wait
+}
+
+// sums (64 channels, 128 positions) = or += weights (64, 16) times inputs (16, 128). A lane of warp w holds, as sums[4i + 2h +
+// e], channel 16w + lane / 4 + 8h at position 8i + 2(lane % 4) + e.
+template <class T>
+__device__ void multiply_wide(float (&d)[64], unsigned weights, unsigned inputs, int add) {
+  constexpr uint64_t kNextRows = static_cast<uint64_t>(128 / 16) << 32;  // from eight rows to the next
+#define FUSED_WIDE_PRODUCT(TYPE)                                                                                    \
+  asm volatile(                                                                                                     \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                                  \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE                                                  \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
+      "%23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "   \
+      "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, "  \
+      "%65, p, 1, 1, 0, 0;\n}"                                                                                      \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), \
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),      \
+        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),     \
+        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),     \
+        "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),     \
+        "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),     \
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),     \
+        "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])                   \
+      : "l"(weights | kNextRows), "l"(inputs | kNextRows), "r"(add))
+  if constexpr (std::is_same_v<T, __half>)
+    FUSED_WIDE_PRODUCT("f16");
+  else
+    FUSED_WIDE_PRODUCT("bf16");
+#undef FUSED_WIDE_PRODUCT
+}
+
+// Where the inputs of a job are, (segments, points), seen from its first channel; -1 for none. Made and read by the loaders.
+template <class T>
+__device__ void locate_inputs(const Convolution<T>& conv, const Wide& wide, const WideJob& job, int thread,
+                              int* table) {
+  for (int i = thread; i < wide.tiling.line(); i += kWideLoaders) {
+    unsigned point, column, j1;
+    const unsigned segment = wide.points_of_segment.divide(i, point);
+    const int y = static_cast<int>(wide.pitch.divide(job.first + point, column));
+    const int j0 = static_cast<int>(wide.rows_of_taps.divide(segment, j1));
+    const int i0 = job.o0 + wide.begin[0] + j0, i1 = y + wide.begin[1] + static_cast<int>(j1);
+    const int i2 = static_cast<int>(column) + wide.begin[2] - wide.tiling.skip;
+    const bool exists = static_cast<unsigned>(i0) < static_cast<unsigned>(wide.size[0]) &&
+                        static_cast<unsigned>(i1) < static_cast<unsigned>(wide.size[1]) &&
+                        static_cast<unsigned>(i2) < static_cast<unsigned>(wide.size[2]);
+    table[i] =
+        exists ? static_cast<int>(i0 * conv.input_strides[2] + i1 * conv.input_strides[3] + i2 * conv.input_strides[4])
+               : -1;
+  }
+}
+
+// Channels of a chunk, (halves of blocks, segments, points, 8 channels), the first of them `channel`; zero where there is none.
+template <class T>
+__device__ void load_chunk(const Convolution<T>& conv, const Wide& wide, const T* first, int channel, int halves,
+                           int thread, const int* table, uint4* to) {
+  const int64_t next = conv.input_strides[1];
+  const int line = wide.tiling.line();
+  if (wide.points) {
+    for (int half = 0; half < halves; ++half, channel += 8, to += line) {
+      const T* from = first + channel * next;
+      const bool use = channel < wide.in_group;
+#pragma unroll 4
+      for (int i = thread; i < line; i += kWideLoaders) {
+        const int at = use ? table[i] : -1;
+        __pipeline_memcpy_async(to + i, at < 0 ? conv.input : from + at, 16, at < 0 ? 16 : 0);
+      }
+    }
+  } else if (wide.pairs) {
+    // Of each channel two neighbours at once, as many words on their way as there are registers.
+    constexpr int kAtOnce = 5;
+    const int count = halves * (line / 2);
+#pragma unroll 1
+    for (int i = thread; i < count; i += kAtOnce * kWideLoaders) {
+      unsigned words[kAtOnce][8];
+      int place[kAtOnce];
+#pragma unroll
+      for (int a = 0; a < kAtOnce; ++a) {
+        unsigned pair;
+        const int half = static_cast<int>(wide.pairs_of_line.divide(i + a * kWideLoaders, pair));
+        const int at = half < halves ? table[2 * pair] : -1, channels = wide.in_group - channel - half * 8;
+        place[a] = half * line + static_cast<int>(pair) * 2;
+        const T* word = first + (channel + half * 8) * next + at;
+#pragma unroll
+        for (int c = 0; c < 8; ++c, word += next)
+          words[a][c] = at >= 0 && c < channels ? __ldg(reinterpret_cast<const unsigned*>(word)) : 0u;
+      }
+#pragma unroll
+      for (int a = 0; a < kAtOnce; ++a) {
+        const unsigned (&w)[8] = words[a];
+        if (i + a * kWideLoaders < count) {
+          to[place[a]] = {__byte_perm(w[0], w[1], 0x5410), __byte_perm(w[2], w[3], 0x5410),
+                          __byte_perm(w[4], w[5], 0x5410), __byte_perm(w[6], w[7], 0x5410)};
+          to[place[a] + 1] = {__byte_perm(w[0], w[1], 0x7632), __byte_perm(w[2], w[3], 0x7632),
+                              __byte_perm(w[4], w[5], 0x7632), __byte_perm(w[6], w[7], 0x7632)};
+        }
+      }
+    }
+  } else {
+    for (int half = 0; half < halves; ++half, channel += 8, to += line) {
+      const T* from = first + channel * next;
+#pragma unroll 4
+      for (int i = thread; i < line; i += kWideLoaders) {
+        const int at = table[i];
+        unsigned values[8] = {};
+#pragma unroll
+        for (int c = 0; c < 8; ++c)
+          if (at >= 0 && channel + c < wide.in_group)
+            values[c] = *reinterpret_cast<const unsigned short*>(from + at + c * next);
+        to[i] = {values[0] | values[1] << 16, values[2] | values[3] << 16, values[4] | values[5] << 16,
+                 values[6] | values[7] << 16};
+      }
+    }
+  }
+}
+
+// Among the loaders.
+__device__ inline void synchronize_loaders() { asm volatile("bar.sync 1, %0;" ::"n"(kWideLoaders) : "memory"); }
+
+// Chunks of inputs, (halves of blocks, segments, points, 8 channels), one after another, while one more is on its way.
+template <class T>
+__device__ void load_inputs(const Convolution<T>& conv, const Wide& wide, int* table, T* ring, WideSignals& signals) {
+  const WideTiling& tiling = wide.tiling;
+  const int thread = threadIdx.x - 32;
+  RingPlace at, arrived;
+  bool any = false;
+  const auto arrive = [&] {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the products read what is written here
+    __mbarrier_arrive(&signals.inputs_full[arrived.slot]);
+    arrived.next(tiling.slots);
+  };
+  for (int i = blockIdx.x; i < wide.jobs; i += gridDim.x) {
+    const WideJob job(wide, i);
+    synchronize_loaders();
+    locate_inputs(conv, wide, job, thread, table);
+    synchronize_loaders();
+    const T* first = conv.input + job.n * conv.input_strides[0] +
+                     static_cast<int64_t>(job.group) * wide.in_group * conv.input_strides[1];
+#pragma unroll 1
+    for (int block = 0; block < tiling.blocks; block += tiling.depth) {
+      if (at.turn > 0) WideSignals::wait(signals.inputs_free[at.slot], at.turn - 1);
+      uint4* slot = reinterpret_cast<uint4*>(ring + at.slot * tiling.slot());
+      const int halves = min(tiling.depth, tiling.blocks - block) * 2;
+      load_chunk(conv, wide, first, block * kWideDepth, halves, thread, table, slot);
+      at.next(tiling.slots);
+      __pipeline_commit();
+      if (any) {
+        __pipeline_wait_prior(1);
+        arrive();
+      }
+      any = true;
+    }
+  }
+  if (any) {
+    __pipeline_wait_prior(0);
+    arrive();
+  }
+}
+
+#endif
+
+// One output of a job as it is defined, if it exists.
+template <class T>
+__device__ void write_direct(const Convolution<T>& conv, const Wide& wide, const WideJob& job, int row, int position) {
+  unsigned o2;
+  const unsigned o1 = wide.pitch.divide(job.first + position, o2);
+  const int channel = job.first_channel(wide) + row;
+  if (channel >= wide.per_group || o1 >= static_cast<unsigned>(wide.out[1]) || o2 >= static_cast<unsigned>(wide.out[2]))
+    return;
+  const int64_t co = static_cast<int64_t>(job.group) * wide.per_group + channel;
+  conv.output[job.n * conv.output_strides[0] + co * conv.output_strides[1] + job.o0 * conv.output_strides[2] +
+              o1 * conv.output_strides[3] + o2 * conv.output_strides[4]] =
+      direct_value(conv, job.n, co, job.o0, o1, o2);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kWideThreads, 1)
+    warpgroup_gemm(const __grid_constant__ Convolution<T> conv, const __grid_constant__ Wide wide,
+                   const T* __restrict__ weights, const float2* __restrict__ factors, const int* __restrict__ flags,
+                   int flag_count) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  constexpr int kTerms = kWideTerms<T>;
+  extern __shared__ __align__(128) char memory[];
+  __shared__ WideSignals signals;
+  const WideTiling& tiling = wide.tiling;
+  T* const weight_ring = reinterpret_cast<T*>(memory);
+  const int weight_slot = tiling.group * kWideWeights<T>;
+  T* const input_ring = weight_ring + tiling.weight_slots * weight_slot;
+  int* const table = reinterpret_cast<int*>(input_ring + tiling.slots * tiling.slot());
+  const int taps = wide.taps[2], steps = tiling.segments * taps;
+  if (threadIdx.x == 0) {
+    signals.init();
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  wait_for_previous_launch();
+  bool flag = false;
+  for (int i = threadIdx.x; i < flag_count; i += kWideThreads) flag |= flags[i] != 0;
+  if (__syncthreads_or(flag)) {
+    for (int i = blockIdx.x; i < wide.jobs; i += gridDim.x) {
+      const WideJob job(wide, i);
+      for (int k = threadIdx.x; k < kWideChannels * kWideTile; k += kWideThreads)
+        write_direct(conv, wide, job, k / kWideTile, k % kWideTile);
+    }
+    return;
+  }
+
+  if (threadIdx.x < kWarpgroup) {
+    if (threadIdx.x == 0) {
+      RingPlace at;
+      for (int i = blockIdx.x; i < wide.jobs; i += gridDim.x) {
+        const T* from = weights + static_cast<int64_t>(WideJob(wide, i).tile) * tiling.blocks * steps * kWideWeights<T>;
+        for (int block = 0; block < tiling.blocks; block += tiling.depth)
+#pragma unroll 1
+          for (int left = min(tiling.depth, tiling.blocks - block) * steps; left > 0; left -= tiling.group) {
+            if (at.turn > 0) WideSignals::wait(signals.weights_free[at.slot], at.turn - 1);
+            const int elements = min(tiling.group, left) * kWideWeights<T>;
+            bulk_load(weight_ring + at.slot * weight_slot, from, elements * sizeof(T), signals.weights_full[at.slot]);
+            from += elements;
+            at.next(tiling.weight_slots);
+          }
+      }
+    } else if (threadIdx.x >= 32) {
+      load_inputs(conv, wide, table, input_ring, signals);
+    }
+    return;
+  }
+
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, consumer = threadIdx.x / kWarpgroup - 1;
+  constexpr unsigned kProduct = kWideChannels * kWideDepth * sizeof(T) / 16;
+  const unsigned weight_address = shared_address(weight_ring), next_segment = tiling.points - taps;
+  const unsigned input_address = shared_address(input_ring) + (consumer * kWidePositions + tiling.skip) * 16;
+  const unsigned slot_bytes = tiling.slot() * sizeof(T);
+  RingPlace weight, input;
+  for (int i = blockIdx.x; i < wide.jobs; i += gridDim.x) {
+    const WideJob job(wide, i);
+    float totals[64] = {};
+    for (int block = 0; block < tiling.blocks; block += tiling.depth) {
+      WideSignals::wait(signals.inputs_full[input.slot], input.turn);
+      unsigned x = matrix(input_address + input.slot * slot_bytes, tiling.line());
+      int tap = taps, segment = tiling.segments;
+#pragma unroll 1
+      for (int left = min(tiling.depth, tiling.blocks - block) * steps; left > 0; left -= tiling.group) {
+        WideSignals::wait(signals.weights_full[weight.slot], weight.turn);
+        float sums[64];
+        unsigned v = matrix(weight_address + weight.slot * weight_slot * sizeof(T), kWideChannels);
+        const int count = min(tiling.group, left);
+#pragma unroll 1
+        for (int step = 0; step < count; ++step) {
+          begin_products();
+#pragma unroll
+          for (int term = kTerms - 1; term >= 0; --term)
+            multiply_wide<T>(sums, v + term * kProduct, x, step > 0 || term < kTerms - 1);
+          commit_products();
+          v += kTerms * kProduct;
+          ++x;
+          if (--tap == 0) {
+            tap = taps;
+            x += next_segment;
+            if (--segment == 0) {
+              segment = tiling.segments;
+              x += tiling.line();  // beyond the other half of the block
+            }
+          }
+        }
+        wait_for_products(sums);
+        if (lane == 0) {
+          __mbarrier_arrive(&signals.weights_free[weight.slot]);
+          if (left <= tiling.group) __mbarrier_arrive(&signals.inputs_free[input.slot]);
+        }
+        weight.next(tiling.weight_slots);
+#pragma unroll
+        for (int k = 0; k < 64; ++k) totals[k] += sums[k];
+      }
+      input.next(tiling.slots);
+    }
+
+    // A lane holds two channels at pairs of neighbours, eight positions from one to the next.
+    const int row = warp * 16 + lane / 4, channels = wide.per_group - job.first_channel(wide);
+    const int64_t first_co = static_cast<int64_t>(job.group) * wide.per_group + job.first_channel(wide) + row;
+    const bool exists[2] = {row < channels, row + 8 < channels};
+    const float2 affine[2] = {exists[0] ? factors[first_co] : float2{}, exists[1] ? factors[first_co + 8] : float2{}};
+    T* const to = conv.output + job.n * conv.output_strides[0] + job.o0 * conv.output_strides[2] +
+                  first_co * conv.output_strides[1];
+    T* const to8 = to + 8 * conv.output_strides[1];
+    const int next = static_cast<int>(conv.output_strides[4]), next_row = static_cast<int>(conv.output_strides[3]);
+    int o1, o2;
+    {
+      unsigned column;
+      o1 = static_cast<int>(wide.pitch.divide(job.first + consumer * kWidePositions + lane % 4 * 2, column));
+      o2 = static_cast<int>(column);
+    }
+    float check = 0;  // NaN if any value is not finite
+#pragma unroll
+    for (int k = 0; k < 16; ++k) {
+      const bool use = o1 < wide.out[1] && o2 < wide.out[2], both = o2 + 1 < wide.out[2];
+      const int at = o1 * next_row + o2 * next;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float value0 = totals[4 * k + 2 * h] * affine[h].x + affine[h].y;
+        const float value1 = totals[4 * k + 2 * h + 1] * affine[h].x + affine[h].y;
+        check += value0 * 0 + (both ? value1 * 0 : 0);
+        T* const address = (h == 0 ? to : to8) + at;
+        struct alignas(4) Pair {
+          T values[2];
+        };
+        const Pair pair = {from_accumulator<T>(value0), from_accumulator<T>(value1)};
+        if (use && exists[h]) {
+          if (wide.output_pairs) {
+            *reinterpret_cast<Pair*>(address) = pair;
+          } else {
+            *address = pair.values[0];
+            if (both) address[next] = pair.values[1];
+          }
+        }
+      }
+      o2 += 8;
+      while (o2 >= tiling.pitch) {
+        o2 -= tiling.pitch;
+        ++o1;
+      }
+    }
+    // An infinite input makes NaN of the numbers that V is split into, so what this lane has written is looked at again.
+    if (isnan(check))
+#pragma unroll 1
+      for (int k = 0; k < 64; ++k)
+        write_direct(conv, wide, job, row + k / 2 % 2 * 8,
+                     consumer * kWidePositions + k / 4 * 8 + lane % 4 * 2 + k % 2);
+  }
+#endif
+}
+
+}  // namespace fused
