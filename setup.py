@@ -53,13 +53,13 @@ def cuda_toolkit() -> Path | None:
 
 def cuda_archs() -> str:
     """9.0 stands for 9.0a, the code that uses everything a device of 9.0 has; with PTX for later ones it stays 9.0."""
-    archs = re.split(r"[; ]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip() or ARCHS)
-    return ";".join("9.0a" if arch == "9.0" else arch for arch in archs)
+    archs = re.findall(r"[^; ]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "")) or ARCHS.split(";")
+    return ";".join("9.0a" if arch == "9.0" and "9.0+PTX" not in archs else arch for arch in archs)
 
 
 def launch_macros(cuda: Path | None) -> list[tuple[str, None]]:
     """What the launch plans depend on. Without CUDA, plans are those of a build for every architecture."""
-    return [("FUSED_KERNELS_SM90A", None)] if not cuda or "9.0a" in cuda_archs().split(";") else []
+    return [("FUSED_KERNELS_SM90A", None)] if not cuda or "9.0a" in cuda_archs() else []
 
 
 def ops_extension(cuda: Path | None) -> Extension:

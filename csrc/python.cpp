@@ -125,16 +125,20 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "Shape arithmetic and launch plans of fused_kernels, as the kernels themselves use them.";
 
   py::class_<DeviceProperties>(m, "DeviceProperties", "The facts of a CUDA device that launch choices depend on.")
-      .def(py::init([](int compute_capability, int multiprocessors, int64_t shared_memory_per_block) {
-             return DeviceProperties{compute_capability, multiprocessors, shared_memory_per_block};
+      .def(py::init([](int compute_capability, int multiprocessors, int64_t shared_memory_per_block,
+                       std::optional<int> code_capability) {
+             return DeviceProperties{compute_capability, multiprocessors, shared_memory_per_block,
+                                     code_capability.value_or(compute_capability)};
            }),
            py::arg("compute_capability") = DeviceProperties().compute_capability,
            py::arg("multiprocessors") = DeviceProperties().multiprocessors,
            py::arg("shared_memory_per_block") = DeviceProperties().shared_memory_per_block,
-           "The defaults are an H200's.")
+           py::arg("code_capability") = py::none(),
+           "The defaults are an H200's; code_capability is compute_capability's, where left out.")
       .def_readonly("compute_capability", &DeviceProperties::compute_capability, "major * 10 + minor")
       .def_readonly("multiprocessors", &DeviceProperties::multiprocessors)
-      .def_readonly("shared_memory_per_block", &DeviceProperties::shared_memory_per_block, "opt-in maximum, bytes");
+      .def_readonly("shared_memory_per_block", &DeviceProperties::shared_memory_per_block, "opt-in maximum, bytes")
+      .def_readonly("code_capability", &DeviceProperties::code_capability, "of the code that the device runs");
 
   py::class_<Launch>(m, "Launch", "One kernel launch.")
       .def_property_readonly(

@@ -9,8 +9,13 @@ class DeviceProperties:
     compute_capability: int
     multiprocessors: int
     shared_memory_per_block: int
+    code_capability: int
     def __init__(
-        self, compute_capability: int = 90, multiprocessors: int = 132, shared_memory_per_block: int = 232448
+        self,
+        compute_capability: int = 90,
+        multiprocessors: int = 132,
+        shared_memory_per_block: int = 232448,
+        code_capability: int | None = None,
     ) -> None: ...
 
 class Launch:

@@ -6,6 +6,7 @@ Every op is forward-only: it runs with gradients on, and ``backward`` then raise
 """
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
@@ -661,11 +662,20 @@ def _device_properties(device: torch.device) -> _C.DeviceProperties:
     if device.type != "cuda":
         return _C.DeviceProperties()
     properties: Any = torch.cuda.get_device_properties(device)
+    capability = properties.major * 10 + properties.minor
     return _C.DeviceProperties(
-        properties.major * 10 + properties.minor,
+        capability,
         properties.multi_processor_count,
         properties.shared_memory_per_block_optin,
+        _code_capability(capability, _library.build_info()["architectures"]),
     )
+
+
+def _code_capability(capability: int, architectures: str) -> int:
+    """What the code that a device runs was compiled for: its own generation, or else PTX of an older one."""
+    found = [(int(major + minor), ptx) for major, minor, ptx in re.findall(r"(\d+)\.(\d)[a-z]?(\+PTX)?", architectures)]
+    usable = [of for of, ptx in found if of <= capability and (ptx or of // 10 == capability // 10)]
+    return max(usable, default=capability)
 
 
 def _reads_channels_last(input: Tensor) -> bool:

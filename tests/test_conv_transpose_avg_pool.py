@@ -25,7 +25,7 @@ f64, f32, f16, bf16 = DTYPES
 WORKLOAD = {"stride": 2, "padding": 1}  # with kernel 3 and pool 2: two taps a dimension, and D - 1 outputs
 STAGED, DIRECT = ["staged_conv"], ["collapse_taps", "direct_conv"]
 GEMM, COLUMNS = ["split_taps", "implicit_gemm"], ["collapse_taps", "column_conv"]
-WIDE = ["wide_taps", "warpgroup_gemm"]
+WIDE = ["wide_taps", "wide_gemm"]
 
 
 @pytest.mark.sanitize

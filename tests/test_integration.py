@@ -37,7 +37,7 @@ from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import fused_kernels
-from fused_kernels import _C, _library, reference
+from fused_kernels import _C, _library, ops, reference
 
 Arguments = dict[str, Any]
 
@@ -917,6 +917,33 @@ def test_plan_without_work(op: str) -> None:
     weight = [] if op == G else [torch.empty(3, 4, 3, 3)]
     plan = fused_kernels.plan(op, torch.empty(0, 3, 5, 5), *weight)
     assert plan.launches == [] and plan.variant == "nothing to do" and plan.bytes_written == 0
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "expected"),
+    [
+        ("7.5;8.0;8.6;8.9;9.0a;10.0;12.0+PTX", 90, 90),
+        ("7.5;8.0;8.6;8.9;9.0a;10.0;12.0+PTX", 103, 100),
+        ("7.5;9.0a;12.0+PTX", 121, 120),
+        ("8.0", 86, 80),
+        ("7.5+PTX;8.0+PTX", 90, 80),
+        ("8.0;9.0+PTX", 100, 90),
+        ("CPU only", 90, 90),
+    ],
+)
+def test_code_that_a_device_runs(architectures: str, capability: int, expected: int) -> None:
+    assert ops._code_capability(capability, architectures) == expected
+
+
+@pytest.mark.parametrize(("code", "launched"), [(90, "staged_conv"), (80, "implicit_gemm"), (75, "column_conv")])
+def test_code_of_an_older_architecture(code: int, launched: str) -> None:
+    """Made from its PTX, kernels of a later one are empty, and do not wait for the launch before them."""
+    device = _C.DeviceProperties(90, 132, 232448, code)
+    for shape, weight in [((1, 3, 9, 9), (3, 16, 3, 3)), ((1, 16, 255), (16, 64, 3))]:
+        tensors = [torch.empty(size, dtype=torch.float16) for size in (shape, weight)]
+        plan = fused_kernels.plan(B, *tensors, stride=2, padding=1, device=device)
+        assert plan.launches[-1].kernel == (launched if len(shape) == 4 or code < 90 else "wide_gemm")
+        assert plan.launches[-1].programmatic == (plan.launches[-1].kernel == "wide_gemm")
 
 
 @every_call

@@ -28,6 +28,9 @@ struct AvgPoolProblem {
   }
 };
 
+// Numbers of its type that V is split into for a matrix product: half types would not hold it in float32's precision.
+constexpr int weight_terms(int itemsize, bool bfloat16) { return itemsize > 2 ? 1 : bfloat16 ? 3 : 2; }
+
 // Kernels that write V for a matrix product.
 inline constexpr int kCollapseThreads = 256;
 inline constexpr int64_t kMaxCollapseBlocks = 1024;  // each has a flag that all blocks of the product read

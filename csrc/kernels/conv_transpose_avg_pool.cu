@@ -5,7 +5,7 @@
 //
 // Bytes: the input and the output once. At (128, 3, 16, 32, 32) -> 16 channels on H200: 144 MB, 33 us; 0.7 G multiply-adds,
 // 21 us of plain FMA. Five kernels: staged_conv (staged_conv.cuh) for two offsets a dimension and few channels,
-// warpgroup_gemm (warpgroup_gemm.cuh) for many channels of half types on compute capability 9.0, implicit_gemm
+// wide_gemm (wide_gemm.cuh) for many channels of half types on compute capability 9.0, implicit_gemm
 // (implicit_gemm.cuh) for many output channels, column_conv for few, direct_conv for whatever is left.
 #include "collapsed_conv.cuh"
 #include "conv_transpose_avg_pool.h"
@@ -14,7 +14,7 @@
 #include "launch.cuh"
 #include "staged_conv.cuh"
 #include "vector.cuh"
-#include "warpgroup_gemm.cuh"
+#include "wide_gemm.cuh"
 
 namespace fused {
 namespace {
@@ -441,7 +441,7 @@ Wide wide_geometry(const AvgPoolProblem& problem, const WideTiling& tiling, cons
   wide.pitch = Divisor(tiling.pitch);
   wide.points_of_segment = Divisor(tiling.points);
   wide.pairs_of_line = Divisor(tiling.line() / 2);
-  wide.rows_of_taps = Divisor(wide.taps[1]);
+  wide.taps1 = Divisor(wide.taps[1]);
   const auto whole = [](const T* first, const int64_t (&strides)[2 + kMaxSpatialDims], int64_t count, int last) {
     bool all = reinterpret_cast<uintptr_t>(first) % (count * sizeof(T)) == 0 && strides[last] == 1;
     for (int d = 0; d < 2 + kMaxSpatialDims; ++d) all &= d == last || strides[d] % count == 0;
@@ -470,7 +470,7 @@ void launch_wide(const CudaContext& cuda, const AvgPoolPlan& plan, const AvgPool
     slice.input += first * conv.input_strides[0];
     slice.output += first * conv.output_strides[0];
     wide.jobs = static_cast<int>(std::min(samples, problem.batch - first) * of_sample);
-    cuda.launch(plan.launch[1], warpgroup_gemm<T>, slice, wide, weights, factors, flags,
+    cuda.launch(plan.launch[1], wide_gemm<T>, slice, wide, weights, factors, flags,
                 static_cast<int>(plan.launch[0].grid));
   }
 }

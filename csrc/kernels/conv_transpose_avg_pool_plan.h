@@ -7,7 +7,7 @@
 #include "conv_transpose_avg_pool.h"
 #include "implicit_gemm_plan.h"
 #include "staged_conv_plan.h"
-#include "warpgroup_gemm_plan.h"
+#include "wide_gemm_plan.h"
 
 namespace fused {
 
@@ -75,7 +75,7 @@ inline AvgPoolPlan plan_conv_transpose_avg_pool(const AvgPoolProblem& problem, c
     plan.variant = "nothing to do";
     return plan;
   }
-  constexpr int64_t kMaxBlocks = 1 << 30;  // both kernels loop over what lies beyond
+  constexpr int64_t kMaxBlocks = 1 << 30;  // the kernels loop over what lies beyond
   if (fits_staged(problem, device)) {
     plan.variant = "planes staged in shared memory";
     plan.kernel = PoolKernel::kStaged;
@@ -89,6 +89,7 @@ inline AvgPoolPlan plan_conv_transpose_avg_pool(const AvgPoolProblem& problem, c
     return plan;
   }
   const bool programmatic = device.code_capability >= 90;
+  const int terms = weight_terms(problem.itemsize, problem.bfloat16);
   // V as a kernel takes it, factors of each output channel, and a flag of each block that writes them.
   const auto collapse = [&plan](const char* kernel, int64_t weights, int itemsize, int64_t factors) {
     plan.collapsed = count_product({weights, itemsize});
@@ -100,9 +101,9 @@ inline AvgPoolPlan plan_conv_transpose_avg_pool(const AvgPoolProblem& problem, c
   if (plan.wide.fits()) {
     plan.variant = "matrix product of warpgroups on tensor cores";
     plan.kernel = PoolKernel::kWide;
-    collapse("wide_taps", wide_weights(problem, plan.wide), 2 * wide_terms(problem.bfloat16), problem.out_channels);
+    collapse("wide_taps", wide_weights(problem, plan.wide), 2 * terms, problem.out_channels);
     const int64_t jobs = count_product({problem.batch, dim0.output(), plan.wide.lines, plan.wide.channel_tiles});
-    plan.add("warpgroup_gemm", std::min<int64_t>(jobs, device.multiprocessors), kWideThreads, plan.wide.shared_memory,
+    plan.add("wide_gemm", std::min<int64_t>(jobs, device.multiprocessors), kWideThreads, plan.wide.shared_memory,
              programmatic);
     return plan;
   }
@@ -110,8 +111,7 @@ inline AvgPoolPlan plan_conv_transpose_avg_pool(const AvgPoolProblem& problem, c
   if (plan.gemm.fits()) {
     plan.variant = "implicit matrix product on tensor cores";
     plan.kernel = PoolKernel::kGemm;
-    const int itemsize = problem.itemsize == 2 ? 2 * gemm_terms(problem.itemsize) : 8;
-    collapse("split_taps", gemm_weights(problem, plan.gemm), itemsize, 0);
+    collapse("split_taps", gemm_weights(problem, plan.gemm), problem.itemsize == 2 ? 2 * terms : 8, 0);
     // Blocks of one tile of channels share the positions: as many as run at once.
     const int64_t together = device.multiprocessors * gemm_blocks(problem.itemsize);
     const int64_t boxes = std::min(count_product({problem.batch, plan.gemm.boxes}), kMax32BitSize);

@@ -38,7 +38,7 @@ template <class T>
 struct GemmMath {  // float32, float64
   using Sum = double;
   using Weight = double;
-  static constexpr int kTerms = 1;       // numbers that V is split into
+  static constexpr int kTerms = 1;       // numbers that V is split into (weight_terms)
   static constexpr int kSlots = 2;       // k of a lane in a product
   static constexpr bool kSplit = false;  // infinities may become NaN
   struct Inputs {
@@ -70,7 +70,7 @@ template <class T>
 struct HalfMath {
   using Sum = float;
   using Weight = T;
-  static constexpr int kTerms = std::is_same_v<T, __half> ? 2 : 3;
+  static constexpr int kTerms = weight_terms(2, std::is_same_v<T, __nv_bfloat16>);
   static constexpr int kSlots = 4;
   static constexpr bool kSplit = true;
   struct Inputs {
@@ -112,7 +112,7 @@ __device__ int k_of_slot(int t, int slot, bool run) {
 // V in the order of the registers, (channel tiles, 16-channel blocks, chunks, steps, terms, lanes, fragment), zero where
 // there is no k or channel; and for each block whether it has met a V that may not be multiplied so.
 template <class T>
-__global__ void __launch_bounds__(kGemmThreads)
+__global__ void __launch_bounds__(kCollapseThreads)
     split_taps(const __grid_constant__ Convolution<T> conv, const __grid_constant__ Gemm gemm,
                typename GemmMath<T>::Weight* weights, int* flags, int64_t count) {
   using Math = GemmMath<T>;

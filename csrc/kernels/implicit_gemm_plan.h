@@ -189,9 +189,6 @@ inline GemmTiling gemm_tiling(const AvgPoolProblem& problem, const DevicePropert
   return best;
 }
 
-// Numbers that V is split into: half types would not hold it. (float16 takes two of them, bfloat16 three.)
-constexpr int gemm_terms(int itemsize) { return itemsize == 2 ? 3 : 1; }
-
 // Elements of V as the kernel takes it, a term.
 inline int64_t gemm_weights(const AvgPoolProblem& problem, const GemmTiling& tiling) {
   return count_product(

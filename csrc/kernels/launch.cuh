@@ -38,7 +38,8 @@ inline int device_attribute(const char* op, cudaDeviceAttr attribute, int device
 }
 
 // Tells by its attributes what the code was compiled for that a device runs.
-static __global__ void nothing() {}
+template <class>
+__global__ void nothing() {}
 
 // Of the current device. They never change, so every device is asked once, when it is first used.
 inline const DeviceProperties& device_properties(const char* op, int device) {
@@ -54,7 +55,7 @@ inline const DeviceProperties& device_properties(const char* op, int device) {
   Entry& entry = all[static_cast<size_t>(device)];
   std::call_once(entry.asked, [op, device, &entry] {
     cudaFuncAttributes attributes = {};
-    check_cuda(op, cudaFuncGetAttributes(&attributes, nothing), "cudaFuncGetAttributes");
+    check_cuda(op, cudaFuncGetAttributes(&attributes, nothing<void>), "cudaFuncGetAttributes");
     entry.properties = {device_attribute(op, cudaDevAttrComputeCapabilityMajor, device) * 10 +
                             device_attribute(op, cudaDevAttrComputeCapabilityMinor, device),
                         device_attribute(op, cudaDevAttrMultiProcessorCount, device),

@@ -11,8 +11,8 @@ struct DeviceProperties {
   int compute_capability = 90;  // major * 10 + minor
   int multiprocessors = 132;
   int64_t shared_memory_per_block = 232448;  // the opt-in maximum, bytes
-  // What the code was compiled for that the device runs: less than its own where it was made from PTX of an older one. Kernels
-  // whose instructions that lacks are empty.
+  // What the code that the device runs was compiled for: less than its own where that is PTX of an older architecture, in
+  // which some kernels are empty.
   int code_capability = compute_capability;
 };
 

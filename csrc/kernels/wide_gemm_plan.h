@@ -23,11 +23,13 @@ inline constexpr int kWideLoaders = kWarpgroup - 32;
 inline constexpr int kWideChannels = 64;    // output channels of a tile
 inline constexpr int kWidePositions = 128;  // of a consumer
 inline constexpr int kWideTile = kWidePositions * kWideConsumers;
-inline constexpr int kWideDepth = 16;                 // input channels of a product
-inline constexpr int kWideProducts = 12;              // at most, of a sum that the tensor cores make
-inline constexpr int kMaxWideSlots = 4;               // chunks of inputs in shared memory, two at least,
-inline constexpr int kMaxWideWeightSlots = 3;         // and groups of V, likewise
-inline constexpr int64_t kWideSlotBytes = 34 * 1024;  // of a chunk, unless a single product's inputs are more
+inline constexpr int kWideDepth = 16;     // input channels of a product
+inline constexpr int kWideProducts = 12;  // at most, of a sum that the tensor cores make
+inline constexpr int kMaxWideSlots =
+    4;  // chunks of inputs in shared memory; with one, loaders and consumers would wait for ever
+inline constexpr int kMaxWideWeightSlots = 3;  // groups of V, at least two
+// Of a chunk, unless a single product's inputs are more: what takes longer to multiply than its first byte to arrive.
+inline constexpr int64_t kWideSlotBytes = 34 * 1024;
 inline constexpr int64_t kMaxWideSegments = 32;
 
 // A row of outputs and the inputs beyond its end that they need lie in one line with the next row, so that an offset is a
@@ -51,9 +53,8 @@ struct WideTiling {
   constexpr int slot() const { return depth * kWideDepth * line(); }  // elements
 };
 
-// Numbers that V is split into, and the bytes of a step.
-constexpr int wide_terms(bool bfloat16) { return bfloat16 ? 3 : 2; }
-constexpr int64_t wide_step_bytes(bool bfloat16) { return kWideChannels * kWideDepth * 2 * wide_terms(bfloat16); }
+// Bytes of a step's V.
+constexpr int64_t wide_step_bytes(bool bfloat16) { return kWideChannels * kWideDepth * 2 * weight_terms(2, bfloat16); }
 
 // Empty where it does not fit or would compute too much for nothing.
 inline WideTiling wide_tiling(const AvgPoolProblem& problem, const DeviceProperties& device) {
@@ -82,9 +83,10 @@ inline WideTiling wide_tiling(const AvgPoolProblem& problem, const DevicePropert
   tiling.depth = static_cast<int>(depth);
   tiling.lines = ceil_div((dim1.output() - 1) * pitch + dim2.output(), kWideTile);
   tiling.channel_tiles = problem.groups * ceil_div(per_group, kWideChannels);
+  // Where half of the products are for nothing, those of single warps are as fast.
   const int64_t used = dim1.output() * dim2.output() * problem.out_channels;
   if (2 * used < tiling.lines * kWideTile * tiling.channel_tiles * kWideChannels) return {};
-  const int64_t steps = depth * problem.offsets(), most = kWideProducts / wide_terms(problem.bfloat16);
+  const int64_t steps = depth * problem.offsets(), most = kWideProducts / weight_terms(2, problem.bfloat16);
   tiling.group = static_cast<int>(ceil_div(steps, ceil_div(steps, most)));
   // V, a table of where the inputs of a job are, and chunks of them.
   const int64_t slot = depth * block_bytes, weights = tiling.group * wide_step_bytes(problem.bfloat16);

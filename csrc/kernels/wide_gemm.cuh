@@ -1,6 +1,6 @@
 // The collapsed convolution of half types as a product of whole warpgroups (wgmma), for many channels: V (64 output
-// channels, K) times inputs (K, 256 positions). A warp loads V and three load inputs into rings in shared memory, two
-// warpgroups multiply 128 positions each. Positions of a plane lie in one line, rows one behind the other with the inputs
+// channels, K) times inputs (K, 256 positions). A thread loads V and three warps load inputs into rings in shared memory,
+// two warpgroups multiply 128 positions each. Positions of a plane lie in one line, rows one behind the other with the inputs
 // beyond their ends, so an offset along a row is a shift of 16 bytes, eight channels of a position. Offsets of the other
 // dimensions have inputs of their own.
 //
@@ -18,7 +18,7 @@
 
 #include "collapsed_conv.cuh"
 #include "launch.cuh"
-#include "warpgroup_gemm_plan.h"
+#include "wide_gemm_plan.h"
 
 namespace fused {
 
@@ -32,11 +32,11 @@ struct Wide {
   bool pairs = false;         // two neighbours of a row are one aligned word
   bool points = false;        // eight channels of a position are one aligned vector
   bool output_pairs = false;  // two neighbours of a row of outputs are one aligned word
-  Divisor channel_tiles, lines, planes, pitch, points_of_segment, pairs_of_line, rows_of_taps;
+  Divisor channel_tiles, lines, planes, pitch, points_of_segment, pairs_of_line, taps1;
 };
 
 template <class T>
-inline constexpr int kWideTerms = wide_terms(std::is_same_v<T, __nv_bfloat16>);
+inline constexpr int kWideTerms = weight_terms(sizeof(T), std::is_same_v<T, __nv_bfloat16>);
 template <class T>
 inline constexpr int kWideWeights = kWideTerms<T> * kWideChannels * kWideDepth;  // elements of a step
 
@@ -196,7 +196,7 @@ __device__ void locate_inputs(const Convolution<T>& conv, const Wide& wide, cons
     unsigned point, column, j1;
     const unsigned segment = wide.points_of_segment.divide(i, point);
     const int y = static_cast<int>(wide.pitch.divide(job.first + point, column));
-    const int j0 = static_cast<int>(wide.rows_of_taps.divide(segment, j1));
+    const int j0 = static_cast<int>(wide.taps1.divide(segment, j1));
     const int i0 = job.o0 + wide.begin[0] + j0, i1 = y + wide.begin[1] + static_cast<int>(j1);
     const int i2 = static_cast<int>(column) + wide.begin[2] - wide.tiling.skip;
     const bool exists = static_cast<unsigned>(i0) < static_cast<unsigned>(wide.size[0]) &&
@@ -275,13 +275,14 @@ __device__ void load_chunk(const Convolution<T>& conv, const Wide& wide, const T
 // Among the loaders.
 __device__ inline void synchronize_loaders() { asm volatile("bar.sync 1, %0;" ::"n"(kWideLoaders) : "memory"); }
 
-// Chunks of inputs, (halves of blocks, segments, points, 8 channels), one after another, while one more is on its way.
+// Chunks of inputs, (halves of blocks, segments, points, 8 channels), one after another. Vectors are copied by themselves: the
+// copy of the next chunk begins before this one's has ended.
 template <class T>
 __device__ void load_inputs(const Convolution<T>& conv, const Wide& wide, int* table, T* ring, WideSignals& signals) {
   const WideTiling& tiling = wide.tiling;
   const int thread = threadIdx.x - 32;
   RingPlace at, arrived;
-  bool any = false;
+  bool any = false;  // whether copies are on their way
   const auto arrive = [&] {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the products read what is written here
     __mbarrier_arrive(&signals.inputs_full[arrived.slot]);
@@ -301,6 +302,10 @@ __device__ void load_inputs(const Convolution<T>& conv, const Wide& wide, int* t
       const int halves = min(tiling.depth, tiling.blocks - block) * 2;
       load_chunk(conv, wide, first, block * kWideDepth, halves, thread, table, slot);
       at.next(tiling.slots);
+      if (!wide.points) {
+        arrive();
+        continue;
+      }
       __pipeline_commit();
       if (any) {
         __pipeline_wait_prior(1);
@@ -333,9 +338,9 @@ __device__ void write_direct(const Convolution<T>& conv, const Wide& wide, const
 
 template <class T>
 __global__ void __launch_bounds__(kWideThreads, 1)
-    warpgroup_gemm(const __grid_constant__ Convolution<T> conv, const __grid_constant__ Wide wide,
-                   const T* __restrict__ weights, const float2* __restrict__ factors, const int* __restrict__ flags,
-                   int flag_count) {
+    wide_gemm(const __grid_constant__ Convolution<T> conv, const __grid_constant__ Wide wide,
+              const T* __restrict__ weights, const float2* __restrict__ factors, const int* __restrict__ flags,
+              int flag_count) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kTerms = kWideTerms<T>;
   extern __shared__ __align__(128) char memory[];
@@ -447,7 +452,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
       o1 = static_cast<int>(wide.pitch.divide(job.first + consumer * kWidePositions + lane % 4 * 2, column));
       o2 = static_cast<int>(column);
     }
-    float check = 0;  // NaN if any value is not finite
+    float check = 0;  // NaN if any value is not finite, stored or not
 #pragma unroll
     for (int k = 0; k < 16; ++k) {
       const bool use = o1 < wide.out[1] && o2 < wide.out[2], both = o2 + 1 < wide.out[2];
@@ -484,6 +489,8 @@ __global__ void __launch_bounds__(kWideThreads, 1)
         write_direct(conv, wide, job, row + k / 2 % 2 * 8,
                      consumer * kWidePositions + k / 4 * 8 + lane % 4 * 2 + k % 2);
   }
+#else
+  __trap();  // the plan knows better
 #endif
 }
 
