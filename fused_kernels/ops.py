@@ -645,6 +645,7 @@ def plan(op: str, input: Tensor, *args: Any, device: "_C.DeviceProperties | None
 
     Raises:
         ValueError: there is no such op.
+        TypeError: the input is no tensor.
         RuntimeError: the op would refuse the arguments.
 
     Example:
@@ -653,6 +654,8 @@ def plan(op: str, input: Tensor, *args: Any, device: "_C.DeviceProperties | None
     """
     if op not in _PLANS:
         raise ValueError(f"fused_kernels.plan: expected `op` to be one of {', '.join(_PLANS)}, but got {op!r}")
+    if not isinstance(input, Tensor):
+        raise TypeError(f"fused_kernels.plan: expected `input` to be a Tensor, but got {type(input).__name__}")
     if device is None:
         device = _device_properties(input.device)
     return _PLANS[op](device, input, _facts(op, (input, *args), kwargs))

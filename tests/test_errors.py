@@ -286,6 +286,13 @@ def test_plan_names_the_ops() -> None:
         fused_kernels.plan("mean", torch.zeros(1, 1, 1))
 
 
+@pytest.mark.parametrize("op", [G, A0, A, B])
+@pytest.mark.parametrize("value", [None, 3.0, [1]], ids=str)
+def test_plan_wants_a_tensor(op: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"expected `input` to be a Tensor, but got {type(value).__name__}"):
+        fused_kernels.plan(op, value, *[torch.zeros(1, 1, 1)] * (op != G))
+
+
 @pytest.mark.properties
 @given(data=st.data())
 def test_what_eager_refuses_is_refused(data: st.DataObject) -> None:
