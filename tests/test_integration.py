@@ -90,13 +90,17 @@ CALLS: dict[str, tuple[str, Callable[[Inputs, torch.dtype], Arguments]]] = {
         B,
         lambda i, t: _chain(i, t, (3, 6, 19, 21), (5, 4, 3), padding=(2, 1), groups=2, factors=B_FACTORS),
     ),
+    "B, warpgroups": (
+        B,
+        lambda i, t: _chain(i, t, (3, 16, 255), (64, 3), stride=2, padding=1, factors=B_FACTORS),
+    ),
     "B, columns": (
         B,
         lambda i, t: _chain(i, t, (3, 6, 19, 21), (1, 4, 3), stride=2, padding=1, groups=6, factors=B_FACTORS),
     ),
     "B, holes": (B, lambda i, t: _chain(i, t, (3, 6, 9, 8), (5, 3, 3), dilation=3, groups=2, factors=B_FACTORS)),
 }
-# On an H200, in every dtype but where a second list says what float64 launches.
+# On an H200, in every dtype but where a second list says what float64 launches, and a third what half types do.
 LAUNCHED: dict[str, tuple[list[str], ...]] = {
     "G, tiles": (["tile_sums"],),
     "G, chunks": (["chunk_sums", "finish_mean"],),
@@ -110,6 +114,7 @@ LAUNCHED: dict[str, tuple[list[str], ...]] = {
     "B, staged": (["staged_conv"], ["split_taps", "implicit_gemm"]),
     "B, pixels": (["staged_conv"], ["split_taps", "implicit_gemm"]),
     "B, product": (["split_taps", "implicit_gemm"],),
+    "B, warpgroups": (*[["split_taps", "implicit_gemm"]] * 2, ["wide_taps", "wide_gemm"]),
     "B, columns": (["collapse_taps", "column_conv"],),
     "B, holes": (["collapse_taps", "direct_conv"],),
 }
@@ -129,10 +134,13 @@ def test_calls_reach_every_kernel(dtype: torch.dtype) -> None:
         shapes = arguments(Inputs(0, torch.device("cpu")), dtype)
         shapes = {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in shapes.items()}
         reached[call] = [launch.kernel for launch in fused_kernels.plan(op, **shapes).launches]
-    assert reached == {call: lists[-1 if dtype == torch.float64 else 0] for call, lists in LAUNCHED.items()}
+    at = 1 if dtype == torch.float64 else 2 if dtype.itemsize == 2 else 0
+    assert reached == {call: lists[at] if at < len(lists) else lists[0] for call, lists in LAUNCHED.items()}
     sources = (Path(__file__).parent.parent / "csrc" / "kernels").glob("*_plan.h")
-    planned = {name for source in sources for name in re.findall(r'plan\.add\("(\w+)"', source.read_text())}
-    if dtype == torch.float32:
+    planned = {
+        name for source in sources for name in re.findall(r'(?:plan\.add|collapse)\("(\w+)"', source.read_text())
+    }
+    if dtype == torch.float16:
         assert {kernel for kernels in reached.values() for kernel in kernels} == planned
 
 
