@@ -58,8 +58,10 @@ def cuda_archs() -> str:
 
 
 def launch_macros(cuda: Path | None) -> list[tuple[str, None]]:
-    """What the launch plans depend on. Without CUDA, plans are those of a build for every architecture."""
-    return [("FUSED_KERNELS_SM90A", None)] if not cuda or "9.0a" in cuda_archs() else []
+    """What launch plans depend on: whether a device of 9.0 may run code that is not 9.0a's, as under a name."""
+    other = re.compile(r"(?!9\.0(\+|$))\d+\.\d[a-z]?(\+PTX)?")
+    plain = cuda and not all(other.fullmatch(arch) for arch in cuda_archs().split(";"))
+    return [("FUSED_KERNELS_PLAIN_SM90", None)] if plain else []
 
 
 def ops_extension(cuda: Path | None) -> Extension:

@@ -8,11 +8,11 @@
 
 namespace fused {
 
-// Whether the code for compute capability 9.0 is that of 9.0a, which alone has these products.
-#ifdef FUSED_KERNELS_SM90A
-inline constexpr bool kWarpgroupProducts = true;
-#else
+// Only the code of 9.0a has these products. The build says where it may hold other code for devices of 9.0.
+#ifdef FUSED_KERNELS_PLAIN_SM90
 inline constexpr bool kWarpgroupProducts = false;
+#else
+inline constexpr bool kWarpgroupProducts = true;
 #endif
 
 inline constexpr int kWarpgroup = 128;  // threads
