@@ -400,6 +400,19 @@ Gemm gemm_geometry(const AvgPoolProblem& problem, const GemmTiling& tiling, cons
   return gemm;
 }
 
+// The kernels count with 32 bits what `of_sample` is of one sample, so a huge batch goes in slices: `launch` takes one and
+// what it has of that.
+template <class T, class Launch>
+void for_slices(const AvgPoolProblem& problem, const Convolution<T>& conv, int64_t of_sample, const Launch& launch) {
+  const int64_t samples = kMax32BitSize / of_sample;
+  for (int64_t first = 0; first < problem.batch; first += samples) {
+    Convolution<T> slice = conv;
+    slice.input += first * conv.input_strides[0];
+    slice.output += first * conv.output_strides[0];
+    launch(slice, std::min(samples, problem.batch - first) * of_sample);
+  }
+}
+
 template <class T, int kTiles>
 void launch_gemm(const CudaContext& cuda, const AvgPoolPlan& plan, const AvgPoolProblem& problem,
                  const Convolution<T>& conv, const Tensor& like) {
@@ -409,16 +422,11 @@ void launch_gemm(const CudaContext& cuda, const AvgPoolPlan& plan, const AvgPool
   Gemm gemm = gemm_geometry(problem, plan.gemm, conv);
   cuda.launch(plan.launch[0], split_taps<T>, conv, gemm, weights, flags, gemm_weights(problem, plan.gemm));
   const auto kernel = plan.gemm.runs() ? implicit_gemm<T, kTiles, true> : implicit_gemm<T, kTiles, false>;
-  // The kernel counts boxes with 32 bits, so a huge batch goes in slices.
-  const int64_t samples = kMax32BitSize / plan.gemm.boxes;
-  for (int64_t first = 0; first < problem.batch; first += samples) {
-    Convolution<T> slice = conv;
-    slice.input += first * conv.input_strides[0];
-    slice.output += first * conv.output_strides[0];
-    gemm.boxes = static_cast<int>(std::min(samples, problem.batch - first) * plan.gemm.boxes);
+  for_slices(problem, conv, plan.gemm.boxes, [&](const Convolution<T>& slice, int64_t boxes) {
+    gemm.boxes = static_cast<int>(boxes);
     cuda.launch(plan.launch[1], kernel, slice, gemm, reinterpret_cast<const uint4*>(weights), flags,
                 static_cast<int>(plan.launch[0].grid));
-  }
+  });
 }
 
 template <class T>
@@ -462,17 +470,12 @@ void launch_wide(const CudaContext& cuda, const AvgPoolPlan& plan, const AvgPool
   auto* flags = reinterpret_cast<int*>(factors + problem.out_channels);
   Wide wide = wide_geometry(problem, plan.wide, conv);
   cuda.launch(plan.launch[0], wide_taps<T>, conv, wide, weights, factors, flags, wide_weights(problem, plan.wide));
-  // The kernel counts jobs with 32 bits, so a huge batch goes in slices.
   const int64_t of_sample = problem.dims[0].output() * plan.wide.lines * plan.wide.channel_tiles;
-  const int64_t samples = kMax32BitSize / of_sample;
-  for (int64_t first = 0; first < problem.batch; first += samples) {
-    Convolution<T> slice = conv;
-    slice.input += first * conv.input_strides[0];
-    slice.output += first * conv.output_strides[0];
-    wide.jobs = static_cast<int>(std::min(samples, problem.batch - first) * of_sample);
+  for_slices(problem, conv, of_sample, [&](const Convolution<T>& slice, int64_t jobs) {
+    wide.jobs = static_cast<int>(jobs);
     cuda.launch(plan.launch[1], wide_gemm<T>, slice, wide, weights, factors, flags,
                 static_cast<int>(plan.launch[0].grid));
-  }
+  });
 }
 
 template <class T>
@@ -509,17 +512,11 @@ void launch_conv(const CudaContext& cuda, const AvgPoolPlan& plan, const AvgPool
       const auto kernels = {staged_conv<T, 1, false>, staged_conv<T, 2, false>, staged_conv<T, 1, true>,
                             staged_conv<T, 2, true>};
       const auto kernel = kernels.begin()[(problem.channels_last ? 2 : 0) + conv.dims[0].offsets().size() - 1];
-      // The kernel counts steps with 32 bits, so a huge batch goes in slices.
-      const int64_t samples = kMax32BitSize / plan.staged_steps;
-      for (int64_t first = 0; first < problem.batch; first += samples) {
-        Convolution<T> slice = conv;
-        slice.input += first * conv.input_strides[0];
-        slice.output += first * conv.output_strides[0];
-        const int64_t steps = std::min(samples, problem.batch - first) * plan.staged_steps;
+      for_slices(problem, conv, plan.staged_steps, [&](const Convolution<T>& slice, int64_t steps) {
         Launch launch = plan.launch[0];
         launch.grid = std::min(launch.grid, steps);
         cuda.launch(launch, kernel, slice, staged_geometry(problem, plan.staged, steps));
-      }
+      });
       return;
     }
   }
@@ -542,17 +539,11 @@ void launch_conv(const CudaContext& cuda, const AvgPoolPlan& plan, const AvgPool
     const auto two = {column_conv<T, 1, 2>, column_conv<T, 2, 2>, column_conv<T, 3, 2>, column_conv<T, 4, 2>};
     const auto kernel = plan.columns == 2 ? two.begin()[plan.column_taps - 1] : one.begin()[plan.column_taps];
     const Columns at = column_geometry(problem, plan, conv);
-    // The kernel counts threads with 32 bits, so a huge batch goes in slices.
-    const int64_t samples = kMax32BitSize / plan.threads;
-    for (int64_t first = 0; first < problem.batch; first += samples) {
-      Convolution<T> slice = conv;
-      slice.input += first * conv.input_strides[0];
-      slice.output += first * conv.output_strides[0];
-      const int64_t threads = std::min(samples, problem.batch - first) * plan.threads;
+    for_slices(problem, conv, plan.threads, [&](const Convolution<T>& slice, int64_t threads) {
       Launch launch = last;
       launch.grid = ceil_div(threads, kDirectThreads);
       cuda.launch(launch, kernel, slice, at, collapsed, static_cast<int>(threads));
-    }
+    });
     return;
   }
   cuda.launch(last, direct_conv<T>, conv, collapsed, plan.threads);
