@@ -31,7 +31,8 @@ def kernels(op: str, *tensors: Tensor, **kwargs: Any) -> list[str]:
 
 # ---- every dispatch boundary, and one to each side of it -----------------------------------------------------------
 
-TILE, CHUNK, CHUNKS = ["tile_sums"], ["chunk_sums"], ["chunk_sums", "finish_mean"]
+TILE, PLANES = ["tile_sums"], ["plane_stream"]
+CHUNK, CHUNKS = ["chunk_sums"], ["chunk_sums", "finish_mean"]
 
 
 @pytest.mark.sanitize
@@ -47,10 +48,10 @@ TILE, CHUNK, CHUNKS = ["tile_sums"], ["chunk_sums"], ["chunk_sums", "finish_mean
         ((2, 9, 2, 31), f64, TILE),
         ((1, 9, 32), f32, TILE),
         ((1, 5, 33), f16, TILE),
-        ((2, 3, 511), f32, TILE),  # 2048 bytes
-        ((2, 3, 512), f32, TILE),
+        ((2, 3, 511), f32, TILE)
+        ((2, 3, 512), f32, PLANES),
         ((2, 3, 513), f32, CHUNK),
-        ((1, 3, 1024), f16, TILE),
+        ((1, 3, 1024), f16, PLANES),
         ((1, 3, 1025), f16, CHUNK),
         ((1, 3, 2049), bf16, CHUNK),  # 2 warps a plane
         ((1, 3, 257), f64, CHUNK),
@@ -70,6 +71,14 @@ TILE, CHUNK, CHUNKS = ["tile_sums"], ["chunk_sums"], ["chunk_sums", "finish_mean
         # From 8 partial sums a lane on, more lanes to add them up; 1024 of them at most.
         *(((1, 2, 8192 * chunks + i), f32, CHUNKS) for chunks in (8, 16, 32, 64, 128, 256) for i in (0, 1)),
         *(((1, 1, 8192 * 1024 + i), f32, CHUNKS) for i in (-1, 0, 1)),
+        # Planes of so many vectors, but of float32 and float64 only those that tiles would take.
+        *(((1, 9, 8 * vectors), f16, launched) for vectors, launched in ((95, TILE), (96, PLANES), (97, PLANES))),
+        *(((3, 7, 8 * 128 + i), bf16, launched) for i, launched in ((-4, TILE), (0, PLANES), (4, CHUNK))),
+        *(((1, 17, 8 * vectors), bf16, PLANES) for vectors in (1024, 1025)),  # a warp, then two
+        *(((1, 3, 8 * vectors), f16, launched) for vectors, launched in ((2047, PLANES), (2048, PLANES), (2049, CHUNKS))),
+        *(((1, 9, 4 * vectors), f32, launched) for vectors, launched in ((95, TILE), (96, PLANES), (128, PLANES), (129, CHUNK))),
+        ((1, 5, 2, 96), f64, PLANES),
+        *(((1, 132 * 24 + i, 384), f32, PLANES) for i in (-1, 0, 1)),  # the planes that all warps take at once
     ],
     ids=str,
 )
@@ -78,7 +87,8 @@ def test_global_avg_pool_boundaries(
 ) -> None:
     x = inputs.input(*shape, dtype=dtype)
     assert kernels(G, x) == launched
-    check(G, x, against_eager=False)
+    means = check(G, x, against_eager=False)
+    assert torch.equal(global_avg_pool(LAYOUTS["offset 1"](x)), means)
 
 
 def channels_last(input: Tensor) -> Tensor:
@@ -86,6 +96,7 @@ def channels_last(input: Tensor) -> Tensor:
 
 
 COLUMN, COLUMNS = ["column_sums"], ["column_sums", "finish_mean"]
+STREAM, STREAMS = ["column_stream"], ["column_stream", "finish_mean"]
 
 
 @pytest.mark.sanitize
@@ -94,31 +105,37 @@ COLUMN, COLUMNS = ["column_sums"], ["column_sums", "finish_mean"]
     [
         ((2, 2, 2), f32, COLUMN),
         ((3, 3, 7, 7), f32, COLUMN),  # one channel a load
-        ((2, 4, 7, 7), f32, COLUMN),  # four
+        ((2, 4, 7, 7), f32, STREAM),  # four
         ((2, 5, 7, 7), f32, COLUMN),
         ((2, 7, 7, 7), f16, COLUMN),
-        ((2, 8, 7, 7), f16, COLUMN),
+        ((2, 8, 7, 7), f16, STREAM),
         ((2, 9, 3, 3, 3), bf16, COLUMN),
-        ((2, 2, 5, 5), f64, COLUMN),
+        ((2, 16, 3, 3, 3), bf16, STREAM),
+        ((2, 2, 5, 5), f64, STREAM),
         ((1, 33, 11), f64, COLUMN),
         ((2, 127, 5, 5), f32, COLUMN),  # 128 loads of one channel side by side
         ((2, 129, 5, 5), f32, COLUMN),
-        ((2, 256, 3, 3), f32, COLUMN),  # 64 of four
-        ((2, 260, 3, 3), f32, COLUMN),
         ((2, 1001, 2, 2), bf16, COLUMN),
-        ((1, 128, 256), f32, COLUMN),  # from 32 loads a thread on, narrower blocks
-        ((1, 128, 257), f32, COLUMN),
-        ((1, 128, 1024), f32, COLUMN),  # from 64 on, several blocks a plane
-        ((1, 128, 1025), f32, COLUMNS),
-        ((1, 3, 85, 64), f32, COLUMN),
+        ((2, 129, 512), f32, COLUMN),  # from 32 loads a thread on, narrower blocks
+        ((1, 3, 85, 64), f32, COLUMN),  # from 64 on, several blocks a plane
         ((1, 3, 5441), f32, COLUMNS),
-        ((2, 136, 23, 23), bf16, COLUMN),
-        ((2, 16, 8192), f16, COLUMN),
-        ((2, 16, 8193), f16, COLUMNS),
-        ((2, 252, 3, 3), f32, COLUMN),
-        *(((1, 4, 2048 + i), f32, COLUMN) for i in (-1, 0, 1)),  # 8 loads of four channels a thread at once
-        *(((1, 3, 1360 + i), f32, COLUMN) for i in (-1, 0, 1)),  # 16 of one
+        *(((1, 3, 1360 + i), f32, COLUMN) for i in (-1, 0, 1)),  # 16 loads a thread at once
         *(((1, 3, 85 * 32 * 1024 + i), f32, COLUMNS) for i in (-1, 0, 1)),  # 1024 blocks a plane
+        ((2, 128, 7, 7), f32, STREAM),  # 32 loads side by side
+        ((2, 132, 7, 7), f32, STREAM),
+        ((2, 1000, 7, 7), bf16, STREAM),
+        *(((2, 20, 64 + i), f32, STREAM) for i in (0, 1)),  # 2 rows of 32, 8 of 16, then 32 of 8
+        *(((2, 68, 256 + i), f32, STREAM) for i in (0, 1)),
+        ((2, 136, 23, 23), bf16, STREAM),
+        *(((2, 4, 512 + i), f32, STREAM) for i in (-1, 0, 1)),  # 4 stages of 4 loads a thread
+        *(((2, 8, 1024 + i), f16, launched) for i, launched in ((-1, STREAM), (0, STREAMS))),  # a chunk more
+        *(((2, 12, 4096 + i), f32, STREAMS) for i in (-1, 0, 1)),  # 8 chunks, then 2 larger ones
+        *(((33 + i, 36, 1024), f32, launched) for i, launched in ((16, STREAMS), (17, STREAM))),  # a block a plane
+        ((99, 8, 2048 * 9 - 1), f16, STREAM),  # of 8 chunks
+        ((99, 8, 2048 * 9), f16, STREAMS),
+        *(((1, 2, 2048 * 1024 + i), f64, STREAMS) for i in (-1, 0, 1)),  # 1024 chunks
+        ((1600, 4, 2), f32, STREAM),  # more than the blocks that stay
+        ((30, 1024, 2, 2), f64, STREAM),
     ],
     ids=str,
 )

@@ -7,8 +7,8 @@
 //     region, the whole plane.
 //
 // Contiguous and channels_last inputs are read in place. Bytes: the input once, and 8 for each partial sum, of which there
-// is one per plane, or one per 32 KB of a large one (channels_last: one per channel and 32 loads of a thread). On H200 the
-// kernels that read large planes take 1.01 to 1.03 times as long as a pure read.
+// is one per plane, or one per 32 KB of a large one (channels_last: one per channel and chunk of cells). On H200 the kernels
+// that read large planes take 1.01 to 1.03 times as long as a pure read.
 #include <cuda_pipeline.h>
 
 #include "global_avg_pool.h"
@@ -294,6 +294,97 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kChunkBlocks<T>)
   }
 }
 
+// Planes of whole vectors as a stream: a lane copies its loads to shared memory, kStreamStages - 1 stages ahead of its sums,
+// across the ends of planes. Blocks stay, so none of them begins with a wait, and no lane reads what another has copied.
+// `warps` warps sum a plane.
+template <class T, class Store>
+__global__ void __launch_bounds__(kColumnThreads, kStreamThreads / kColumnThreads)
+    plane_stream(const T* __restrict__ input,  // (planes, plane)
+                 int64_t planes, int64_t plane, int warps, Store store, TapSums<T> taps) {
+  constexpr int kSize = Vector<T>::kSize, kRing = kStreamStages * kStreamLoads * kColumnThreads;
+  extern __shared__ __align__(16) unsigned char staged[];
+  __shared__ double warp_sums[2][kColumnThreads / 32];
+  allow_next_launch();
+  if (taps.is_mine()) return taps.run();
+  Vector<T>* const ring = reinterpret_cast<Vector<T>*>(staged) + threadIdx.x;  // (stages, loads, threads)
+  const int lanes = warps * 32, lane = threadIdx.x % lanes, group = threadIdx.x / lanes;
+  const int per_block = kColumnThreads / lanes, warp = threadIdx.x / 32;
+  const int vectors = static_cast<int>(plane / kSize), of_stage = kStreamLoads * lanes;
+  const int64_t first = (blockIdx.x - taps.blocks) * per_block, stride = (gridDim.x - taps.blocks) * per_block;
+  const bool aligned = is_vector_aligned(input);
+
+  int64_t loading = first + group;
+  int ahead = 0, next = lane;  // place in the ring, and the next vector
+  const auto load_stage = [&] {
+    if (loading < planes) {
+      const T* from = input + loading * plane + next * kSize;
+      const int left = vectors - next;
+      if (aligned && left > (kStreamLoads - 1) * lanes) {
+#pragma unroll
+        for (int u = 0; u < kStreamLoads; ++u)
+          __pipeline_memcpy_async(ring + ahead + u * kColumnThreads, from + u * lanes * kSize, 16);
+      } else {
+#pragma unroll 1
+        for (int u = 0; u < kStreamLoads; ++u, from += lanes * kSize) {
+          uint4* const to = reinterpret_cast<uint4*>(ring + ahead + u * kColumnThreads);
+          const bool use = u * lanes < left;
+          if (aligned)
+            __pipeline_memcpy_async(to, use ? from : input, 16, use ? 0 : 16);
+          else
+            *to = use ? gather_bits(from) : uint4{};
+        }
+      }
+      next += of_stage;
+      if (next - lane >= vectors) {
+        next = lane;
+        loading += stride;
+      }
+      ahead += kStreamLoads * kColumnThreads;
+      if (ahead == kRing) ahead = 0;
+    }
+    __pipeline_commit();
+  };
+#pragma unroll 1
+  for (int i = 0; i < kStreamStages - 1; ++i) load_stage();
+
+  int at = 0, parity = 0;
+  for (int64_t item = first; item < planes; item += stride) {
+    const int64_t mine = item + group;
+    double sum = 0;
+    if (mine < planes) {
+#pragma unroll 1
+      for (int done = 0; done < vectors; done += of_stage) {
+        __pipeline_wait_prior(kStreamStages - 2);
+        Vector<T> loaded[kStreamLoads];
+#pragma unroll
+        for (int u = 0; u < kStreamLoads; ++u) loaded[u] = ring[at + u * kColumnThreads];
+        at += kStreamLoads * kColumnThreads;
+        if (at == kRing) at = 0;
+        load_stage();
+        Partial<T> sums[kStreamLoads];
+#pragma unroll
+        for (int u = 0; u < kStreamLoads; ++u) sums[u] = vector_sum<Partial<T>>(loaded[u]);
+        sum += static_cast<double>(tree_sum(sums));
+      }
+      if constexpr (kMayOverflow<T>)
+        if (!isfinite(sum)) {
+          sum = 0;
+          for (int i = lane; i < vectors; i += lanes) sum += wide_sum(input + mine * plane + i * kSize, kSize);
+        }
+    }
+    sum = warp_sum(sum);
+    if (warps > 1) {
+      // By turns in two places, so that one barrier does.
+      if (threadIdx.x % 32 == 0) warp_sums[parity][warp] = sum;
+      __syncthreads();
+      sum = 0;
+      for (int i = 0; i < warps; ++i) sum += warp_sums[parity][group * warps + i];
+      parity ^= 1;
+    }
+    if (lane == 0 && mine < planes) store(mine, sum);
+  }
+}
+
 // One lane's share of a plane in shared memory.
 template <class T>
 __device__ Partial<T> lane_sum(const T* x, int plane, int lane, int lanes) {
@@ -358,8 +449,8 @@ __global__ void __launch_bounds__(kTileThreads)
   __pipeline_wait_prior(0);
   __syncthreads();
 
-  const int lane = threadIdx.x % lanes;
-  for (int p = threadIdx.x / lanes; p < (count + 31) / 32 * 32; p += kTileThreads / lanes) {
+  const int lane = threadIdx.x % lanes, of_warp = 32 / lanes;  // planes that a warp sums at once, all its lanes
+  for (int p = threadIdx.x / lanes; p < (count + of_warp - 1) / of_warp * of_warp; p += kTileThreads / lanes) {
     Partial<T> sum = 0;
     if (p < count) {
       const int begin = skew + p * plane;
@@ -375,6 +466,26 @@ __global__ void __launch_bounds__(kTileThreads)
 }
 
 // ---- Sums of planes, channels last -------------------------------------------------------------------------------
+
+// Adds each channel's loads to its sum in float64, kTogether of them, combined pairwise, at a time.
+template <int kTogether, class T, int kLoads, int kWidth>
+__device__ void add_cells(const uint4 (&loaded)[kLoads], double (&sums)[kWidth]) {
+  // By halves, since all values at once would take too many registers.
+  constexpr int kHalf = kWidth / 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    Accumulator<T> values[kHalf][kLoads];
+#pragma unroll
+    for (int u = 0; u < kLoads; ++u) {
+      Accumulator<T> unpacked[kHalf];
+      unpack<T>(half ? uint2{loaded[u].z, loaded[u].w} : uint2{loaded[u].x, loaded[u].y}, unpacked);
+#pragma unroll
+      for (int q = 0; q < kHalf; ++q) values[q][u] = unpacked[q];
+    }
+#pragma unroll
+    for (int q = 0; q < kHalf; ++q) add_groups<kTogether>(values[q], sums[half * kHalf + q]);
+  }
+}
 
 // Adds up kWidth neighbouring channels over `cells` cells, which the walk goes through: in float64 at once, unless Acc is what
 // the dtype accumulates in; then each channel's loads add up pairwise and their sums in float64.
@@ -407,21 +518,7 @@ __device__ void cell_sums(const T* x, Walk walk, int cells, double (&sums)[kWidt
         load([](const T* address) { return load_streaming_bits(address); });
       else
         load([](const T* address) { return gather_bits(address); });
-      // By halves, since all values at once would take too many registers.
-      constexpr int kHalf = kWidth / 2;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        Accumulator<T> values[kHalf][kLoads];
-#pragma unroll
-        for (int u = 0; u < kLoads; ++u) {
-          Accumulator<T> unpacked[kHalf];
-          unpack<T>(half ? uint2{loaded[u].z, loaded[u].w} : uint2{loaded[u].x, loaded[u].y}, unpacked);
-#pragma unroll
-          for (int q = 0; q < kHalf; ++q) values[q][u] = unpacked[q];
-        }
-#pragma unroll
-        for (int q = 0; q < kHalf; ++q) add_groups<kTogether>(values[q], sums[half * kHalf + q]);
-      }
+      add_cells<kTogether, T>(loaded, sums);
     }
   }
 }
@@ -551,6 +648,188 @@ __global__ void __launch_bounds__(kColumnThreads, Store::kColumnBlocks)
   }
 }
 
+// What column_stream goes through.
+struct ColumnStream {
+  int64_t channels = 0, plane = 0, items = 0;
+  unsigned chunks = 1, chunk_cells = 0, channel_blocks = 1;
+  int columns = 1;
+  bool whole_planes = false;  // whether an item is all chunks of a plane
+};
+
+// The chunks that a block of column_stream sums, one after another: those of every stride-th item.
+class ColumnRuns {
+ public:
+  __device__ ColumnRuns(const ColumnStream& stream, unsigned first, unsigned stride)
+      : stream_(stream), item_(first), stride_(stride) {
+    split(first, sample, chunk, channel_block);
+    split(stride, step_sample_, step_chunk_, step_block_);
+  }
+  int64_t sample;
+  unsigned chunk, channel_block;
+
+  __device__ bool any() const { return item_ < stream_.items; }
+  __device__ bool is_last_of_item() const { return !stream_.whole_planes || chunk + 1 == stream_.chunks; }
+  __device__ void next() {
+    if (!is_last_of_item()) {
+      ++chunk;
+      return;
+    }
+    item_ += stride_;
+    sample += step_sample_;
+    if (stream_.whole_planes) chunk = 0;
+    if (add(channel_block, step_block_, stream_.channel_blocks)) {
+      if (stream_.whole_planes)
+        ++sample;
+      else
+        sample += add(chunk, 1, stream_.chunks);
+    }
+    if (!stream_.whole_planes) sample += add(chunk, step_chunk_, stream_.chunks);
+  }
+  __device__ int64_t first_cell() const { return static_cast<int64_t>(chunk) * stream_.chunk_cells; }
+  __device__ unsigned cells() const {
+    return static_cast<unsigned>(min(static_cast<int64_t>(stream_.chunk_cells), stream_.plane - first_cell()));
+  }
+
+ private:
+  __device__ void split(unsigned item, int64_t& sample, unsigned& chunk, unsigned& channel_block) const {
+    channel_block = item % stream_.channel_blocks;
+    item /= stream_.channel_blocks;
+    chunk = stream_.whole_planes ? 0 : item % stream_.chunks;
+    sample = stream_.whole_planes ? item : item / stream_.chunks;
+  }
+  // Whether the digit overflows.
+  __device__ static bool add(unsigned& digit, unsigned step, unsigned base) {
+    digit += step;
+    const bool over = digit >= base;
+    if (over) digit -= base;
+    return over;
+  }
+  const ColumnStream& stream_;
+  int64_t item_, step_sample_;
+  unsigned stride_, step_chunk_, step_block_;
+};
+
+// Whole planes as a stream: a thread copies loads to shared memory, kStreamStages - 1 stages ahead of its sums, across the
+// ends of chunks and items. Blocks stay, so none of them begins with a wait, and no thread reads what another has copied.
+//
+// A block's threads are rows of `columns`, which lie side by side in memory, and each row takes a cell at a time. Chunks of a
+// plane add up one after another, whether a block has them all or finish_mean reads their sums.
+template <class T, class Store>
+__global__ void __launch_bounds__(kColumnThreads, kStreamThreads / kColumnThreads)
+    column_stream(const T* __restrict__ input,  // (N, plane, C)
+                  const __grid_constant__ ColumnStream stream, Store store, TapSums<T> taps) {
+  constexpr int kWidth = Vector<T>::kSize;
+  constexpr int kTogether = std::is_same_v<Partial<T>, Accumulator<T>> ? kStreamLoads : 1;
+  static_assert(kWidth * sizeof(double) <= kStreamLoads * sizeof(uint4));
+  extern __shared__ __align__(16) unsigned char staged[];
+  allow_next_launch();
+  if (taps.is_mine()) return taps.run();
+  uint4* const ring = reinterpret_cast<uint4*>(staged);  // (stages, loads, threads)
+  const int threads = blockDim.x, columns = stream.columns, rows = threads / columns;
+  const int row = threadIdx.x / columns, column = threadIdx.x % columns;
+  const int64_t step = rows * stream.channels;
+  const bool aligned = is_vector_aligned(input);
+  const auto first_channel = [&](const ColumnRuns& run) {
+    return static_cast<int64_t>(run.channel_block) * columns * kWidth;
+  };
+  const auto exists = [&](const ColumnRuns& run) {
+    return row < rows && first_channel(run) + column * kWidth < stream.channels;
+  };
+  const auto first_load = [&](const ColumnRuns& run) {
+    return input + (run.sample * stream.plane + run.first_cell() + row) * stream.channels + first_channel(run) +
+           column * kWidth;
+  };
+  const auto loads_of = [&](const ColumnRuns& run) {
+    return exists(run) ? static_cast<int>((run.cells() + rows - 1 - row) / rows) : 0;
+  };
+  const auto stages_of = [&](const ColumnRuns& run) {  // at least one
+    return static_cast<int>(((run.cells() + rows - 1) / rows + kStreamLoads - 1) / kStreamLoads);
+  };
+
+  ColumnRuns loading(stream, blockIdx.x - static_cast<unsigned>(taps.blocks),
+                     gridDim.x - static_cast<unsigned>(taps.blocks));
+  ColumnRuns adding = loading;
+  uint4* ahead = ring + threadIdx.x;
+  const T* from = input;
+  int stages = 0, loads = 0;  // left of the chunk
+  const auto next_slot = [&](uint4* slot) {
+    slot += kStreamLoads * threads;
+    return slot < ring + kStreamStages * kStreamLoads * threads ? slot : ring + threadIdx.x;
+  };
+  const auto load_stage = [&] {
+    if (loading.any()) {
+      if (stages == 0) {
+        stages = stages_of(loading);
+        loads = loads_of(loading);
+        from = first_load(loading);
+      }
+      if (aligned && loads >= kStreamLoads) {
+#pragma unroll
+        for (int u = 0; u < kStreamLoads; ++u) {
+          __pipeline_memcpy_async(ahead + u * threads, from, 16);
+          from += step;
+        }
+      } else {
+#pragma unroll 1
+        for (int u = 0; u < kStreamLoads; ++u) {
+          if (aligned)
+            __pipeline_memcpy_async(ahead + u * threads, u < loads ? from : input, 16, u < loads ? 0 : 16);
+          else
+            ahead[u * threads] = u < loads ? gather_bits(from) : uint4{};
+          from += step;
+        }
+      }
+      loads -= kStreamLoads;
+      ahead = next_slot(ahead);
+      if (--stages == 0) loading.next();
+    }
+    __pipeline_commit();
+  };
+#pragma unroll 1
+  for (int i = 0; i < kStreamStages - 1; ++i) load_stage();
+
+  uint4* slot = ring + threadIdx.x;
+  double total = 0;
+  for (; adding.any(); adding.next()) {
+    double sums[kWidth] = {};
+    uint4* last = slot;
+#pragma unroll 1
+    for (int left = stages_of(adding); left > 0; --left) {
+      __pipeline_wait_prior(kStreamStages - 2);
+      uint4 loaded[kStreamLoads];
+#pragma unroll
+      for (int u = 0; u < kStreamLoads; ++u) loaded[u] = slot[u * threads];
+      last = slot;
+      slot = next_slot(slot);
+      load_stage();
+      add_cells<kTogether, T>(loaded, sums);
+    }
+    if constexpr (kMayOverflow<T>)
+      if (exists(adding))
+        replace_infinite(sums, [&](double (&again)[kWidth]) {
+          wide_cell_sums(first_load(adding), LineWalk(0, 1, step), loads_of(adding), again);
+        });
+    // A thread leaves its sums where its last loads were; a channel has one thread that adds up its rows'.
+    const auto finish = [&](double sum, int64_t i) {
+      total += sum;
+      if (!adding.is_last_of_item()) return;
+      store(stream.whole_planes ? i : i * stream.chunks + adding.chunk, total);
+      total = 0;
+    };
+#pragma unroll
+    for (int q = 0; q < kWidth; q += 2) *reinterpret_cast<double2*>(last + q / 2 * threads) = {sums[q], sums[q + 1]};
+    __syncthreads();
+    for (int c = threadIdx.x; c < columns * kWidth; c += threads) {
+      const uint4* of_row = last - threadIdx.x + c % kWidth / 2 * threads + c / kWidth;
+      double sum = 0;
+      for (int r = 0; r < rows; ++r, of_row += columns) sum += reinterpret_cast<const double*>(of_row)[c % 2];
+      const int64_t channel = first_channel(adding) + c;
+      if (channel < stream.channels) finish(sum, adding.sample * stream.channels + channel);
+    }
+    __syncthreads();
+  }
+}
+
 // ---- Sums of regions ---------------------------------------------------------------------------------------------
 
 // Sums of the boxes of a contiguous plane, so that cells of different regions never meet in a sum. The rows of a plane are
@@ -645,7 +924,8 @@ __device__ double sum_of_chunks(const double* sums, int64_t chunks, int lane, in
     double loaded[kAhead];
 #pragma unroll
     for (int u = 0; u < kAhead; ++u) loaded[u] = first + u * width < chunks ? sums[first + u * width] : 0.0;
-    sum += tree_sum(loaded);
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) sum += loaded[u];
   }
   return group_sum(sum, width);
 }
@@ -877,6 +1157,8 @@ void launch_plane_sums(const CudaContext& cuda, const GlobalPoolPlan& plan, cons
   if (plan.sum == SumKernel::kTile)
     cuda.launch(plan.launch[0], tile_sums<T, Store>, input, planes, static_cast<int>(problem.plane), plan.planes,
                 plan.lanes, store, taps);
+  else if (plan.sum == SumKernel::kPlaneStream)
+    cuda.launch(plan.launch[0], plane_stream<T, Store>, input, planes, problem.plane, plan.warps, store, taps);
   else
     cuda.launch(plan.launch[0], chunk_sums<T, Store>, input, planes, problem.plane, plan.chunks, plan.chunk_elements,
                 plan.warps, store, taps);
@@ -885,10 +1167,24 @@ void launch_plane_sums(const CudaContext& cuda, const GlobalPoolPlan& plan, cons
 template <class T, class Cells, class Store>
 void launch_column_sums(const CudaContext& cuda, const GlobalPoolPlan& plan, const GlobalPoolProblem& problem,
                         const T* input, const Cells& cells, const Store& store, const TapSums<T>& taps) {
-  cuda.launch(plan.launch[0],
-              plan.width > 1 ? column_sums<T, Vector<T>::kSize, Cells, Store> : column_sums<T, 1, Cells, Store>, input,
-              problem.channels, problem.plane, static_cast<unsigned>(plan.chunks), plan.columns,
-              static_cast<unsigned>(plan.channel_blocks), cells, store, taps);
+  const auto launch = [&](const auto kernel) {
+    cuda.launch(plan.launch[0], kernel, input, problem.channels, problem.plane, static_cast<unsigned>(plan.chunks),
+                plan.columns, static_cast<unsigned>(plan.channel_blocks), cells, store, taps);
+  };
+  if constexpr (std::is_same_v<Cells, WholePlane>) {
+    if (plan.sum == SumKernel::kColumn) return launch(column_sums<T, 1, Cells, Store>);
+    const ColumnStream stream{problem.channels,
+                              problem.plane,
+                              plan.items,
+                              static_cast<unsigned>(plan.chunks),
+                              static_cast<unsigned>(plan.chunk_elements),
+                              static_cast<unsigned>(plan.channel_blocks),
+                              plan.columns,
+                              plan.whole_planes};
+    cuda.launch(plan.launch[0], column_stream<T, Store>, input, stream, store, taps);
+  } else {
+    launch(plan.width > 1 ? column_sums<T, Vector<T>::kSize, Cells, Store> : column_sums<T, 1, Cells, Store>);
+  }
 }
 
 Tensor global_avg_pool_cuda(const Tensor& input) {
@@ -912,7 +1208,7 @@ Tensor global_avg_pool_cuda(const Tensor& input) {
       else
         launch_plane_sums(cuda, plan, problem, data, store, TapSums<T>());
     };
-    if (plan.chunks == 1) return sum_into(mean);
+    if (plan.launches == 1) return sum_into(mean);
     const Tensor workspace = empty_bytes(plan.workspace, input);
     auto* sums = static_cast<double*>(workspace.mutable_data_ptr());
     sum_into(PartialSum{sums});

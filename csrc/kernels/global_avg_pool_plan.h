@@ -74,18 +74,20 @@ inline std::vector<Segmentation> segment_inputs(const ConvTranspose<int64_t>& co
   return result;
 }
 
-enum class SumKernel { kTile, kChunk, kBox, kColumn, kNone };
+enum class SumKernel { kTile, kChunk, kBox, kPlaneStream, kColumn, kColumnStream, kNone };
 
 struct GlobalPoolPlan : Plan {
   SumKernel sum = SumKernel::kChunk;
   int64_t chunks = 1;          // partial sums per plane and region
-  int64_t chunk_elements = 0;  // kChunk
+  int64_t chunk_elements = 0;  // kChunk and, of a channel, kStream
   int warps = 1;               // kChunk, kBox and whole samples: per chunk
   int lanes = 1;               // kTile and finish_mean: per plane
   int planes = 1;              // kTile: per block
   int width = 1;               // kBox and kColumn: elements per load
-  int columns = 1;             // kColumn: loads side by side, which a block's row of threads takes
-  int64_t channel_blocks = 1;  // kColumn: blocks side by side, for all channels
+  int columns = 1;             // kColumn and kStream: loads side by side, which a block's row of threads takes
+  int64_t channel_blocks = 1;  // kColumn and kStream: blocks side by side, for all channels
+  int64_t items = 0;           // kStream: what its blocks share
+  bool whole_planes = false;   // kStream: an item is all chunks of a plane
   int64_t tap_blocks = 0;      // leading blocks of the summing kernel that sum the weight's taps instead
   int64_t column_blocks = 1;   // finishing blocks per sample
 };
@@ -110,6 +112,29 @@ inline constexpr int64_t kThreadLoads = 32;  // per chunk: four rounds of kCellL
 // Up to this many, one block of 16 columns takes a plane's cells whole, which saves the second launch.
 inline constexpr int64_t kMostThreadLoads = 64;
 inline constexpr int kNarrowColumns = 16;
+
+// Streams: blocks that stay. Their threads are as many as a multiprocessor's shared memory holds the loads of.
+inline constexpr int kStreamThreads = 768;  // per multiprocessor, of kColumnThreads a block or fewer
+inline constexpr int kStreamLoads = 4;      // of a stage, of 16 bytes a thread
+inline constexpr int kStreamStages = 4;     // three of them on their way
+// Contiguous planes of half types of this many vectors, and of other dtypes what tile_sums would sum. On H200, per cent of the
+// time of a pure read, without and with a stream: float16 (32, 512, 56, 56), 120 and 109, (64, 512, 112, 112), 109 and 102;
+// float32 (32, 512, 56, 56), 105 and 108.
+inline constexpr int64_t kMinStreamVectors = 96;
+inline constexpr int64_t kMaxStreamVectors = 2048;
+// channels_last: up to this many chunks, a block may sum a plane's one after another, where there are planes enough.
+inline constexpr int64_t kStreamWholeChunks = 8;
+// How a block sums a plane: rows of `columns` loads side by side take turns in a chunk of about `cells` cells.
+struct StreamShape {
+  int rows, columns;
+  int64_t cells;
+};
+constexpr StreamShape stream_shape(int64_t plane) {
+  if (plane <= 64) return {2, 32, 64};
+  if (plane <= 256) return {8, 16, 256};
+  return {32, 8, plane <= 4096 ? 512 : 2048};
+}
+
 inline constexpr int64_t kSampleBytes =
     65536;  // a block reads this in about a microsecond, less than another launch takes
 inline constexpr int64_t kSamplePairs = 4096;  // channel sums and tap sums that it keeps in shared memory
@@ -158,7 +183,36 @@ inline GlobalPoolPlan plan_global_avg_pool(const GlobalPoolProblem& problem, con
     plan.tap_blocks =
         ceil_div(pairs * ceil_div(problem.regions, problem.parts) * (problem.taps >= kManyTaps ? 8 : 1), 256);
   const int vector = 16 / problem.itemsize;
-  if (problem.channels_last) {
+  // Blocks that stay: as many on each multiprocessor as make the rounds of items even.
+  const auto add_stream = [&](const char* kernel, int64_t items, int threads) {
+    const int64_t bytes = static_cast<int64_t>(threads) * kStreamStages * kStreamLoads * 16;
+    const int64_t most =
+        std::clamp<int64_t>(device.shared_memory_per_block / (bytes + 1024), 1, kStreamThreads / threads);
+    const auto rounds = [&](int64_t blocks) { return ceil_div(items, blocks * device.multiprocessors) * blocks; };
+    int64_t resident = most;
+    for (int64_t blocks = most - 1; 2 * blocks > most; --blocks)
+      if (rounds(blocks) < rounds(resident)) resident = blocks;
+    if (problem.chain) plan.tap_blocks = ceil_div(plan.tap_blocks * 256, threads);
+    plan.add(kernel, plan.tap_blocks + std::min(items, resident * device.multiprocessors), threads, bytes);
+  };
+  const int64_t vectors = problem.plane % vector == 0 ? problem.plane / vector : 0;  // of a contiguous plane
+  if (problem.channels_last && !problem.boxes && problem.plane > 0 && problem.channels % vector == 0) {
+    plan.variant = "stream of channels";
+    plan.sum = SumKernel::kColumnStream;
+    plan.width = vector;
+    const int64_t units = problem.channels / vector;
+    const StreamShape shape = stream_shape(problem.plane);
+    plan.channel_blocks = ceil_div(units, shape.columns);
+    plan.columns = static_cast<int>(ceil_div(units, plan.channel_blocks));
+    const int threads = static_cast<int>(std::min<int64_t>(kColumnThreads, round_up(shape.rows * plan.columns, 32)));
+    plan.chunk_elements = ceil_div(problem.plane, std::clamp<int64_t>(problem.plane / shape.cells, 1, kMaxChunks));
+    plan.chunks = ceil_div(problem.plane, plan.chunk_elements);
+    const int64_t columns = problem.batch * plan.channel_blocks;
+    plan.whole_planes =
+        !problem.chain && plan.chunks <= kStreamWholeChunks && 4 * columns >= 3 * device.multiprocessors;
+    plan.items = columns * (plan.whole_planes ? 1 : plan.chunks);
+    add_stream("column_stream", plan.items, threads);
+  } else if (problem.channels_last) {
     plan.variant = "columns of channels";
     plan.sum = SumKernel::kColumn;
     plan.width = problem.channels % vector == 0 ? vector : 1;
@@ -187,6 +241,13 @@ inline GlobalPoolPlan plan_global_avg_pool(const GlobalPoolProblem& problem, con
     plan.chunks = std::clamp<int64_t>(ceil_div(plane_bytes, kBoxBytes), 1, kMaxChunks);
     const int per_block = kMaxWarps / plan.warps;  // chunks
     plan.add("box_sums", plan.tap_blocks + ceil_div(planes * plan.chunks, per_block), kMaxWarps * 32);
+  } else if (vectors >= kMinStreamVectors && vectors <= kMaxStreamVectors &&
+             (problem.itemsize == 2 || plane_bytes <= kTilePlaneBytes)) {
+    plan.variant = "stream of planes";
+    plan.sum = SumKernel::kPlaneStream;
+    plan.width = vector;
+    plan.warps = vectors > kMaxStreamVectors / 2 ? 2 : 1;
+    add_stream("plane_stream", ceil_div(planes, kColumnThreads / 32 / plan.warps), kColumnThreads);
   } else if (plane_bytes <= kTilePlaneBytes) {
     plan.variant = "tiles of planes";
     plan.sum = SumKernel::kTile;
@@ -194,7 +255,9 @@ inline GlobalPoolPlan plan_global_avg_pool(const GlobalPoolProblem& problem, con
     plan.lanes = static_cast<int>(std::min<int64_t>(32, std::max<int64_t>(1, problem.plane & -problem.plane)));
     while (plan.lanes < 32 && kTileThreads / plan.lanes * plane_bytes > kTileBytes) plan.lanes *= 2;
     const int64_t once = kTileThreads / plan.lanes;
-    const int64_t rounds = std::clamp<int64_t>(kTileBytes / std::max<int64_t>(1, once * plane_bytes), 1, 16);
+    // Less than fits where there would not be two blocks for every multiprocessor.
+    const int64_t most = kTileBytes / std::max<int64_t>(1, once * plane_bytes);
+    const int64_t rounds = std::clamp<int64_t>(std::min(most, planes / (2 * once * device.multiprocessors)), 1, 16);
     plan.planes = static_cast<int>(once * rounds);
     plan.add("tile_sums", plan.tap_blocks + ceil_div(planes, plan.planes), kTileThreads,
              plan.planes * plane_bytes + 32);  // room for the source's place in its vector, and a word behind the last
@@ -214,7 +277,7 @@ inline GlobalPoolPlan plan_global_avg_pool(const GlobalPoolProblem& problem, con
     const int64_t per_group = ceil_div(problem.out_channels / problem.groups, kColumns);
     plan.column_blocks = problem.logsumexp ? 1 : problem.groups * per_group;
     plan.add("finish", problem.batch * plan.column_blocks, kFinishThreads, 0, programmatic);
-  } else if (plan.chunks > 1) {
+  } else if (plan.chunks > 1 && !plan.whole_planes) {
     plan.workspace = planes * plan.chunks * 8;
     plan.lanes = power_of_two_at_least(ceil_div(plan.chunks, kChunksAhead), 32);
     plan.add("finish_mean", ceil_div(planes * plan.lanes, 256), 256, 0, programmatic);
