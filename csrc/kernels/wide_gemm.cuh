@@ -1,16 +1,15 @@
 // The collapsed convolution of half types as a product of whole warpgroups (wgmma), for many channels: V (64 output
 // channels, K) times inputs (K, 256 positions). A thread loads V and three warps load inputs into rings in shared memory,
-// two warpgroups multiply 128 positions each. Positions of a plane lie in one line, rows one behind the other with the inputs
-// beyond their ends, so an offset along a row is a shift of 16 bytes, eight channels of a position. Offsets of the other
-// dimensions have inputs of their own.
+// two warpgroups multiply 128 positions each. Where all of V fits, it stays there until the block comes to other channels.
+// Positions of a plane lie in one line, rows one behind the other with the inputs beyond their ends, so an offset along a row
+// is a shift of 16 bytes, eight channels of a position, and one along a column of a row's length. Where a row is longer than
+// what a block multiplies, and along the first of three dimensions, offsets have inputs of their own.
 //
 // V is split into as many numbers of its type as hold it in float32's precision. Tensor cores cut off what float32 sums do
-// not hold, so they make sums of twelve products at most, which are then added up.
+// not hold, so they make sums of few products, which are then added up: those of one group while the next is multiplied, into
+// other registers. The second warpgroup is a little behind the first, so that one multiplies while the other stores.
 //
-// On H200, (32, 64, 128, 128) -> 64 channels, kernel 4 and stride 2, takes 237 us in float16 and 279 in bfloat16, where
-// products of single warps (implicit_gemm) take 464 and 500. What that rests on:
-// - Where the inputs of a job lie is worked out once, not for every chunk: 401 us became 316.
-// - V comes and goes in groups, as many products as make a sum, with one wait each: 248; their descriptors are added to: 237.
+// Tensor cores alone would take 87 us for (32, 64, 128, 128) -> 64 channels, kernel 4 and stride 2, in float16 on H200.
 #pragma once
 
 #include <cuda_awbarrier_primitives.h>
@@ -33,7 +32,7 @@ struct Wide {
   bool points = false;        // eight channels of a position are one aligned vector
   bool output_pairs = false;  // two neighbours of a row of outputs are one aligned word
   bool output_runs = false;   // four are one aligned vector
-  bool output_points = false; // four channels of an output are
+  bool output_points = false;  // four channels of an output are
   Divisor channel_tiles, jobs_of_tile, lines, planes, pitch, next_segment, runs_of_line, taps1;
 };
 
@@ -208,16 +207,21 @@ __device__ void multiply_wide(float (&d)[64], unsigned weights, unsigned inputs,
 #undef FUSED_WIDE_PRODUCT
 }
 
-// Where the inputs of a job's line are, seen from its first channel; -1 for none. Made and read by the loaders. Where segments
+// Where the runs of inputs of a job's line are, or single inputs, seen from its first channel; -1 for none. Where segments
 // overlap, the inputs of one are those of the next, a row before.
 template <class T>
 __device__ void locate_inputs(const Convolution<T>& conv, const Wide& wide, const WideJob& job, int thread,
                               int* table) {
   const WideTiling& tiling = wide.tiling;
-  for (int i = thread; i < tiling.line; i += kWideLoaders) {
+  const int step = max(wide.run, 1);
+  const int stride0 = static_cast<int>(conv.input_strides[2]), stride1 = static_cast<int>(conv.input_strides[3]);
+  const int stride2 = static_cast<int>(conv.input_strides[4]);
+#pragma unroll 2
+  for (int i = thread; i * step < tiling.line; i += kWideLoaders) {
     unsigned column, j1;
-    const int segment = min(static_cast<int>(wide.next_segment.divide(i)), tiling.segments - 1);
-    const int point = job.first + i - tiling.skip - segment * tiling.next_segment;  // in the plane; negative before it
+    const int segment = min(static_cast<int>(wide.next_segment.divide(i * step)), tiling.segments - 1);
+    // In the plane; negative before it.
+    const int point = job.first + i * step - tiling.skip - segment * tiling.next_segment;
     const int y = static_cast<int>(wide.pitch.divide(point + tiling.pitch, column)) - 1;
     const int j0 = static_cast<int>(wide.taps1.divide(segment, j1));
     const int i0 = job.o0 + wide.begin[0] + j0, i1 = y + wide.begin[1] + static_cast<int>(j1);
@@ -225,21 +229,19 @@ __device__ void locate_inputs(const Convolution<T>& conv, const Wide& wide, cons
     const bool exists = static_cast<unsigned>(i0) < static_cast<unsigned>(wide.size[0]) &&
                         static_cast<unsigned>(i1) < static_cast<unsigned>(wide.size[1]) &&
                         static_cast<unsigned>(i2) < static_cast<unsigned>(wide.size[2]);
-    table[i] =
-        exists ? static_cast<int>(i0 * conv.input_strides[2] + i1 * conv.input_strides[3] + i2 * conv.input_strides[4])
-               : -1;
+    table[i] = exists ? i0 * stride0 + i1 * stride1 + i2 * stride2 : -1;
   }
 }
 
-// Neighbours of a row, in pairs.
+// Neighbours of a row, and a pair of them.
 template <int kRun>
 using WideRun = std::conditional_t<kRun == 4, uint2, unsigned>;
 __device__ inline unsigned pair_of(unsigned run, int) { return run; }
 __device__ inline unsigned pair_of(uint2 run, int pair) { return pair == 0 ? run.x : run.y; }
 
 // Channels of a chunk, (halves of blocks, line, 8 channels), the first of them `channel`; zero where there is none. `wait` is
-// called before the first is written. Here runs of a row, as many on their way as there are registers: 8 channels each, whole
-// eights where runs are of four.
+// called before the first is written. Here runs of a row, as many on their way as there are registers, of eight channels each:
+// of those all exist or none where runs are of four. Long runs, since what limits the loaders is the number of instructions.
 template <int kRun, class T, class Wait>
 __device__ void load_runs(const Convolution<T>& conv, const Wide& wide, const T* first, int channel, int halves,
                           int thread, const int* table, uint4* to, const Wait& wait) {
@@ -258,7 +260,7 @@ __device__ void load_runs(const Convolution<T>& conv, const Wide& wide, const T*
       const int block = static_cast<int>(wide.runs_of_line.divide(item / 2, run));
       const int half = block * 2 + item % 2, channels = wide.in_group - channel - half * 8;
       place[a] = half * tiling.half + static_cast<int>(run) * kRun;
-      const int at = item < count && channels > 0 ? table[run * kRun] : -1;
+      const int at = item < count && channels > 0 ? table[run] : -1;
       const T* from = first + (channel + half * 8) * next + at;
 #pragma unroll
       for (int c = 0; c < 8; ++c, from += next) {
@@ -282,36 +284,47 @@ __device__ void load_runs(const Convolution<T>& conv, const Wide& wide, const T*
   }
 }
 
+// Copies so many of 16 bytes by itself, and clears the others.
+__device__ inline void copy_or_clear(unsigned to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
 template <class T, class Wait>
 __device__ void load_chunk(const Convolution<T>& conv, const Wide& wide, const T* first, int channel, int halves,
                            int thread, const int* table, uint4* to, const Wait& wait) {
-  if (wide.run == 4)
-    return load_runs<4>(conv, wide, first, channel, halves, thread, table, to, wait);
+  if (wide.run == 4) return load_runs<4>(conv, wide, first, channel, halves, thread, table, to, wait);
   if (wide.run == 2) return load_runs<2>(conv, wide, first, channel, halves, thread, table, to, wait);
-  const int64_t next = conv.input_strides[1];
-  const int line = wide.tiling.line;
   wait();
-  for (int half = 0; half < halves; ++half, channel += 8, to += wide.tiling.half) {
-    const T* from = first + channel * next;
-    if (wide.points) {
-      const bool use = channel < wide.in_group;
-#pragma unroll 4
-      for (int i = thread; i < line; i += kWideLoaders) {
-        const int at = use ? table[i] : -1;
-        __pipeline_memcpy_async(to + i, at < 0 ? conv.input : from + at, 16, at < 0 ? 16 : 0);
-      }
-    } else {
+  const int line = wide.tiling.line, next_half = wide.tiling.half;
+  if (wide.points) {
+    // Both halves of a block at once, whose channels are neighbours.
+    for (int half = 0; half < halves; half += 2, channel += kWideDepth, to += 2 * next_half) {
+      const T* const block = first + channel;
+      const int bytes[2] = {channel < wide.in_group ? 16 : 0, channel + 8 < wide.in_group ? 16 : 0};
+      const unsigned slot = shared_address(to), slot8 = slot + next_half * 16;
 #pragma unroll 4
       for (int i = thread; i < line; i += kWideLoaders) {
         const int at = table[i];
-        unsigned values[8] = {};
-#pragma unroll
-        for (int c = 0; c < 8; ++c)
-          if (at >= 0 && channel + c < wide.in_group)
-            values[c] = *reinterpret_cast<const unsigned short*>(from + at + c * next);
-        to[i] = {values[0] | values[1] << 16, values[2] | values[3] << 16, values[4] | values[5] << 16,
-                 values[6] | values[7] << 16};
+        const T* const from = block + max(at, 0);
+        copy_or_clear(slot + i * 16, from, at < 0 ? 0 : bytes[0]);
+        copy_or_clear(slot8 + i * 16, from + 8, at < 0 ? 0 : bytes[1]);
       }
+    }
+    return;
+  }
+  const int64_t next = conv.input_strides[1];
+  for (int half = 0; half < halves; ++half, channel += 8, to += next_half) {
+    const T* from = first + channel * next;
+#pragma unroll 4
+    for (int i = thread; i < line; i += kWideLoaders) {
+      const int at = table[i];
+      unsigned values[8] = {};
+#pragma unroll
+      for (int c = 0; c < 8; ++c)
+        if (at >= 0 && channel + c < wide.in_group)
+          values[c] = *reinterpret_cast<const unsigned short*>(from + at + c * next);
+      to[i] = {values[0] | values[1] << 16, values[2] | values[3] << 16, values[4] | values[5] << 16,
+               values[6] | values[7] << 16};
     }
   }
 }
@@ -319,10 +332,10 @@ __device__ void load_chunk(const Convolution<T>& conv, const Wide& wide, const T
 // Among the loaders.
 __device__ inline void synchronize_loaders() { asm volatile("bar.sync 1, %0;" ::"n"(kWideLoaders) : "memory"); }
 
-// Chunks of inputs, (halves of blocks, line, 8 channels), one after another. Vectors are copied by themselves: the
-// copy of the next chunk begins before this one's has ended.
+// Chunks of inputs, (halves of blocks, line, 8 channels), one after another. Vectors are copied by themselves: the copy of the
+// next chunk begins before this one's has ended.
 template <class T>
-__device__ void load_inputs(const Convolution<T>& conv, const Wide& wide, int* table, T* ring, WideSignals& signals) {
+__device__ void load_inputs(const Convolution<T>& conv, const Wide& wide, int* tables, T* ring, WideSignals& signals) {
   const WideTiling& tiling = wide.tiling;
   const int thread = threadIdx.x - 32;
   RingPlace at, arrived;
@@ -332,10 +345,10 @@ __device__ void load_inputs(const Convolution<T>& conv, const Wide& wide, int* t
     __mbarrier_arrive(&signals.inputs_full[arrived.slot]);
     arrived.next(tiling.slots);
   };
-  for (int i = blockIdx.x; i < wide.jobs; i += gridDim.x) {
+  // Of two tables one may still be read while another thread makes the next job's.
+  for (int i = blockIdx.x, which = 0; i < wide.jobs; i += gridDim.x, which ^= 1) {
     const WideJob job(wide, i);
-    synchronize_loaders();
-    locate_inputs(conv, wide, job, thread, table);
+    locate_inputs(conv, wide, job, thread, tables + which * tiling.line);
     synchronize_loaders();
     const T* first = conv.input + job.n * conv.input_strides[0] +
                      static_cast<int64_t>(job.group) * wide.in_group * conv.input_strides[1];
@@ -343,7 +356,7 @@ __device__ void load_inputs(const Convolution<T>& conv, const Wide& wide, int* t
     for (int block = 0; block < tiling.blocks; block += tiling.depth) {
       uint4* slot = reinterpret_cast<uint4*>(ring + at.slot * tiling.slot());
       const int halves = min(tiling.depth, tiling.blocks - block) * 2;
-      load_chunk(conv, wide, first, block * kWideDepth, halves, thread, table, slot, [&] {
+      load_chunk(conv, wide, first, block * kWideDepth, halves, thread, tables + which * tiling.line, slot, [&] {
         if (at.turn == 0) return;
         // The consumers may need what is on its way before they leave a slot.
         if (any && !WideSignals::reached(signals.inputs_free[at.slot], at.turn - 1)) {
@@ -413,13 +426,14 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   const int weight_steps = tiling.keeps_weights() ? tiling.blocks * wide.taps[2] * tiling.segments
                                                   : tiling.weight_slots * tiling.group;
   T* const input_ring = weight_ring + weight_steps * kWideWeights<T>;
-  int* const table = reinterpret_cast<int*>(input_ring + tiling.slots * tiling.slot());
+  int* const tables = reinterpret_cast<int*>(input_ring + tiling.slots * tiling.slot());
   const int taps = wide.taps[2], steps = tiling.segments * taps;
   if (threadIdx.x == 0) {
     signals.init(tiling);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   wait_for_previous_launch();
+  if (blockIdx.x >= wide.jobs) return;
   bool flag = false;
   for (int i = threadIdx.x; i < flag_count; i += kWideThreads) flag |= flags[i] != 0;
   if (__syncthreads_or(flag)) {
@@ -448,13 +462,13 @@ __global__ void __launch_bounds__(kWideThreads, 1)
             if (at.turn > 0) WideSignals::wait(signals.weights_free[at.slot], at.turn - 1);
             const int count = min(tiling.group, left);
             bulk_load(weight_ring + (tiling.keeps_weights() ? step : at.slot * tiling.group) * kWideWeights<T>,
-                      all + step * kWideWeights<T>, count * kWideWeights<T> * sizeof(T), signals.weights_full[at.slot]);
+                      all + static_cast<int64_t>(step) * kWideWeights<T>, count * kWideWeights<T> * sizeof(T), signals.weights_full[at.slot]);
             step += count;
             at.next(tiling.weight_slots);
           }
       }
     } else if (threadIdx.x >= 32) {
-      load_inputs(conv, wide, table, input_ring, signals);
+      load_inputs(conv, wide, tables, input_ring, signals);
     }
     return;
   }

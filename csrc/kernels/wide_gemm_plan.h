@@ -26,7 +26,10 @@ inline constexpr int kWideChannels = 64;    // output channels of a tile
 inline constexpr int kWidePositions = 128;  // of a consumer
 inline constexpr int kWideTile = kWidePositions * kWideConsumers;
 inline constexpr int kWideDepth = 16;     // input channels of a product
-inline constexpr int kWideProducts = 12;  // at most, of a sum that the tensor cores make
+// At most, of a sum that the tensor cores make: what they cut off, 2^-23 of it each time, stays a hundredth of what rounding
+// to a half type does.
+inline constexpr int kWideProducts = 18;
+inline constexpr int64_t kWideGroupBytes = 30 * 1024;  // of a group of V that does not stay, at most
 inline constexpr int kMaxWideSlots =
     4;  // chunks of inputs in shared memory; with one, loaders and consumers would wait for ever
 inline constexpr int kWideWeightSlots = 4;      // groups of V, where not all of them fit; at least two
@@ -104,27 +107,31 @@ inline WideTiling wide_tiling(const AvgPoolProblem& problem, const DevicePropert
   if (2 * used < tiling.lines * kWideTile * tiling.channel_tiles * kWideChannels) return {};
   const int64_t depth = std::clamp<int64_t>(kWideSlotBytes / block_bytes, 1, blocks);
   tiling.depth = static_cast<int>(depth);
-  const int64_t most = kWideProducts / weight_terms(2, problem.bfloat16), steps = depth * problem.offsets();
-  const int64_t group = ceil_div(steps, ceil_div(steps, most));
-  const auto groups_of = [&](int64_t of_blocks) { return ceil_div(of_blocks * problem.offsets(), group); };
-  const int64_t groups = blocks / depth * groups_of(depth) + groups_of(blocks % depth);
-  tiling.group = static_cast<int>(group);
-  tiling.groups = static_cast<int>(groups);
-  // V, a table of where the inputs of a job are, and chunks of them.
-  const int64_t step_bytes = wide_step_bytes(problem.bfloat16), slot = depth * block_bytes;
-  const int64_t table = round_up(line * 4, 128), space = device.shared_memory_per_block - 1024 - table;
-  const auto cut = [&](int64_t weight_slots, int64_t weights, int64_t least) {
+  const int64_t step_bytes = wide_step_bytes(problem.bfloat16), steps = depth * problem.offsets();
+  // V, tables of where the inputs of two jobs are, and chunks of them; with no number of slots for V, all of it.
+  const int64_t tables = round_up(2 * line * 4, 128), space = device.shared_memory_per_block - 1024 - tables;
+  const auto cut = [&](int64_t most, int64_t weight_slots, int64_t least) {
+    const int64_t group = ceil_div(steps, ceil_div(steps, most));
+    const auto groups_of = [&](int64_t of_blocks) { return ceil_div(of_blocks * problem.offsets(), group); };
+    const int64_t groups = blocks / depth * groups_of(depth) + groups_of(blocks % depth);
+    const int64_t weights = (weight_slots > 0 ? weight_slots * group : blocks * problem.offsets()) * step_bytes;
+    if (weight_slots == 0) weight_slots = groups;
+    const int64_t slot = depth * block_bytes;
     const int64_t slots = std::min<int64_t>(kMaxWideSlots, std::max<int64_t>(space - weights, 0) / slot);
+    tiling.group = static_cast<int>(group);
+    tiling.groups = static_cast<int>(groups);
     tiling.weight_slots = static_cast<int>(weight_slots);
     tiling.slots = static_cast<int>(slots);
     tiling.lead = static_cast<int>(std::clamp<int64_t>(weight_slots - 1, 1, groups_of(depth)));
-    tiling.shared_memory = weights + table + slots * slot;
-    return slots >= least;
+    tiling.shared_memory = weights + tables + slots * slot;
+    return weight_slots <= kMaxWideWeightSlots && slots >= least;
   };
   // All of V stays where that leaves room for as many chunks.
-  if (groups <= kMaxWideWeightSlots && cut(groups, blocks * problem.offsets() * step_bytes, kMaxWideSlots)) return tiling;
-  for (int64_t weight_slots = kWideWeightSlots; weight_slots >= 2; --weight_slots)
-    if (cut(weight_slots, weight_slots * group * step_bytes, 2)) return tiling;
+  const int64_t most = kWideProducts / weight_terms(2, problem.bfloat16);
+  if (cut(most, 0, kMaxWideSlots)) return tiling;
+  for (int64_t fewer = std::min(most, kWideGroupBytes / step_bytes); fewer > 1; fewer /= 2)
+    for (int64_t weight_slots = kWideWeightSlots; weight_slots >= 2; --weight_slots)
+      if (cut(fewer, weight_slots, 2)) return tiling;
   return {};
 }
 
