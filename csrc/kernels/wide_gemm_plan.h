@@ -21,7 +21,7 @@ inline constexpr int kWideConsumers =
 inline constexpr int kWideThreads = kWarpgroup * (1 + kWideConsumers);
 inline constexpr int kWideLoaders = kWarpgroup - 32;
 // Registers of a thread that loads, and of one that multiplies: multiples of eight, as many together as at the start.
-inline constexpr int kWideLoadRegisters = 88, kWideMultiplyRegisters = 208;
+inline constexpr int kWideLoadRegisters = 104, kWideMultiplyRegisters = 200;
 inline constexpr int kWideChannels = 64;    // output channels of a tile
 inline constexpr int kWidePositions = 128;  // of a consumer
 inline constexpr int kWideTile = kWidePositions * kWideConsumers;
