@@ -481,7 +481,8 @@ __global__ void __launch_bounds__(kWideThreads, 1)
 
   resize_registers<kWideMultiplyRegisters, true>();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int consumer = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroup, 0) - 1;  // the same in every lane, to the compiler
+  // The compiler, too, knows it as the same in every lane.
+  const int consumer = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroup, 0) - 1;
   constexpr unsigned kProduct = kWideChannels * kWideDepth * sizeof(T) / 16;
   const unsigned weight_address = shared_address(weight_ring) / 16;
   const unsigned input_address = shared_address(input_ring) + (consumer * kWidePositions + tiling.skip) * 16;

@@ -48,7 +48,7 @@ struct WideTiling {
   int points = 0;             // inputs of a segment and channel, whole runs
   int next_segment = 0;       // from one segment's inputs to the next's: rows of the line, or all points
   int line = 0;               // points of all segments
-  int half = 0;               // from eight channels of a block to the other eight: an odd number, so that lanes write both
+  int half = 0;               // from eight channels of a block to the other eight: odd, so that lanes write both at once
   int blocks = 0;             // of input channels, each a product deep
   int depth = 0;              // blocks of a chunk
   int group = 0;              // steps, an offset of a block each, whose products make a sum
