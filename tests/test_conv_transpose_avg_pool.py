@@ -114,11 +114,19 @@ WIDE = ["wide_taps", "wide_gemm"]
         # Offsets of the other dimensions, up to what two chunks leave of the shared memory.
         ((1, 16, 5, 11, 16), (64, 4, 4, 4), WORKLOAD, bf16, WIDE),
         ((1, 32, 5, 10, 15), (64, 2, 3, 3), {"pool_kernel_size": 1}, f16, WIDE),
-        *(((1, 16, 20, 20), (64, n, 3), {"padding": 1, "pool_kernel_size": 1}, f16, WIDE) for n in (8, 9, 10)),
-        ((1, 16, 20, 20), (64, 12, 3), {"padding": 1, "pool_kernel_size": 1}, f16, GEMM),
+        *(((1, 16, 20, 300), (64, n, 3), {"padding": 1, "pool_kernel_size": 1}, f16, WIDE) for n in (9, 10)),
+        ((1, 16, 20, 300), (64, 11, 3), {"padding": 1, "pool_kernel_size": 1}, f16, GEMM),
+        # Offsets of short rows share their inputs, up to 32 of them.
+        *(((1, 16, 20, 20), (64, n, 3), {"padding": 1, "pool_kernel_size": 1}, f16, WIDE) for n in (8, 9, 31, 32)),
+        ((1, 16, 20, 20), (64, 33, 3), {"padding": 1, "pool_kernel_size": 1}, f16, GEMM),
         # Blocks that use each slot several times, in several jobs each.
         *(((300, 40, 11, 15), (64, 4, 4), WORKLOAD, dtype, WIDE) for dtype in (f16, bf16)),
         ((9, 16, 60, 60), (64, 3, 3), {"pool_kernel_size": 1}, f16, WIDE),
+        # V stays in shared memory up to 80 input channels in float16 and 48 in bfloat16, that of one tile of channels
+        # after another.
+        *(((150, n, 11, 15), (64, 4, 4), WORKLOAD, f16, WIDE) for n in (80, 96)),
+        *(((150, n, 11, 15), (64, 4, 4), WORKLOAD, bf16, WIDE) for n in (48, 64)),
+        *(((150, 40, 11, 16), (n, 4, 4), WORKLOAD, f16, WIDE) for n in (128, 160)),
         # Columns: eight rows a thread, up to four offsets in registers.
         *(((2, 3, n, 31), (3, 3, 3), WORKLOAD, f64, COLUMNS) for n in (8, 9, 10)),
         *(((2, 2, n, 31), (1, 3, 3), WORKLOAD | {"groups": 2}, f16, COLUMNS) for n in (8, 9, 10)),
@@ -215,6 +223,7 @@ def test_sizes_may_be_any_integers(inputs: Inputs) -> None:
         ((1, 10, 4, 6), 6, 2, f64, GEMM),
         *(((2, n, 17, 15), 64, 1, dtype, WIDE) for n in (64, 68, 72, 80) for dtype in (f16, bf16)),
         ((2, 80, 17, 15), 40, 2, f16, WIDE),
+        *(((2, 64, 17, 16), n, 1, f16, WIDE) for n in (56, 60, 62, 63, 127)),  # output channels: whole vectors, and not
         ((200, 64, 15, 16), 64, 1, bf16, WIDE),
     ],
     ids=str,

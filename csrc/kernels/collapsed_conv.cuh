@@ -108,8 +108,8 @@ __device__ bool split_weight(double v, T* to, int step) {
 // One output as it is defined: taps outside the input and offsets without a tap are skipped, factors follow one another.
 // For what the tensor cores may not be trusted with: infinite weights or factors, and what came from splitting numbers.
 template <class T>
-__device__ __noinline__ T direct_value(const Convolution<T>& conv, int64_t n, int64_t co, int64_t o0, int64_t o1,
-                                       int64_t o2) {
+__device__ __forceinline__ T direct_value_inline(const Convolution<T>& conv, int64_t n, int64_t co, int64_t o0,
+                                                 int64_t o1, int64_t o2) {
   const int64_t per_group = conv.out_channels / conv.groups, in_group = conv.in_channels / conv.groups;
   const int64_t group = co / per_group;
   const Range j0 = conv.dims[0].offsets(), j1 = conv.dims[1].offsets(), j2 = conv.dims[2].offsets();
@@ -130,6 +130,12 @@ __device__ __noinline__ T direct_value(const Convolution<T>& conv, int64_t n, in
           sum += x * collapsed_tap(conv, ci, co - group * per_group, {a - j0.begin, b - j1.begin, c - j2.begin});
         }
   return from_double<T>(Affine<double>(conv, co)(sum));
+}
+
+template <class T>
+__device__ __noinline__ T direct_value(const Convolution<T>& conv, int64_t n, int64_t co, int64_t o0, int64_t o1,
+                                       int64_t o2) {
+  return direct_value_inline(conv, n, co, o0, o1, o2);
 }
 
 // d = a * b + c, 16 x 8 = 16 x 8 times 8 x 8. With g = lane / 4 and t = lane % 4, a lane holds a[g][t], a[g + 8][t],

@@ -447,17 +447,23 @@ Wide wide_geometry(const AvgPoolProblem& problem, const WideTiling& tiling, cons
   wide.lines = Divisor(tiling.lines);
   wide.planes = Divisor(wide.out[0]);
   wide.pitch = Divisor(tiling.pitch);
-  wide.points_of_segment = Divisor(tiling.points);
-  wide.pairs_of_line = Divisor(tiling.line() / 2);
+  wide.next_segment = Divisor(tiling.next_segment);
   wide.taps1 = Divisor(wide.taps[1]);
   const auto whole = [](const T* first, const int64_t (&strides)[2 + kMaxSpatialDims], int64_t count, int last) {
     bool all = reinterpret_cast<uintptr_t>(first) % (count * sizeof(T)) == 0 && strides[last] == 1;
     for (int d = 0; d < 2 + kMaxSpatialDims; ++d) all &= d == last || strides[d] % count == 0;
     return all;
   };
-  wide.pairs = whole(conv.input, conv.input_strides, 2, 4) && wide.size[2] % 2 == 0;
+  if (tiling.run == 4 && whole(conv.input, conv.input_strides, 4, 4) && wide.in_group % 8 == 0)
+    wide.run = 4;
+  else if (whole(conv.input, conv.input_strides, 2, 4) && wide.size[2] % 2 == 0)
+    wide.run = 2;
+  if (wide.run > 0) wide.runs_of_line = Divisor(tiling.line / wide.run);
   wide.points = whole(conv.input, conv.input_strides, 8, 1) && wide.in_group % 8 == 0;
   wide.output_pairs = whole(conv.output, conv.output_strides, 2, 4) && wide.out[2] % 2 == 0;
+  wide.output_runs =
+      whole(conv.output, conv.output_strides, 4, 4) && wide.out[2] % 4 == 0 && tiling.pitch % 4 == 0;
+  wide.output_points = whole(conv.output, conv.output_strides, 4, 1) && wide.per_group % 8 == 0;
   return wide;
 }
 
@@ -473,6 +479,7 @@ void launch_wide(const CudaContext& cuda, const AvgPoolPlan& plan, const AvgPool
   const int64_t of_sample = problem.dims[0].output() * plan.wide.lines * plan.wide.channel_tiles;
   for_slices(problem, conv, of_sample, [&](const Convolution<T>& slice, int64_t jobs) {
     wide.jobs = static_cast<int>(jobs);
+    wide.jobs_of_tile = Divisor(jobs / plan.wide.channel_tiles);
     cuda.launch(plan.launch[1], wide_gemm<T>, slice, wide, weights, factors, flags,
                 static_cast<int>(plan.launch[0].grid));
   });

@@ -1,16 +1,21 @@
 // The collapsed convolution of half types as a product of whole warpgroups (wgmma), for many channels: V (64 output
 // channels, K) times inputs (K, 256 positions). A thread loads V and three warps load inputs into rings in shared memory,
-// two warpgroups multiply 128 positions each. Positions of a plane lie in one line, rows one behind the other with the inputs
-// beyond their ends, so an offset along a row is a shift of 16 bytes, eight channels of a position. Offsets of the other
-// dimensions have inputs of their own.
+// two warpgroups multiply 128 positions each. Where all of V fits, it stays there until the block comes to other channels.
+// Positions of a plane lie in one line, rows one behind the other with the inputs beyond their ends, so an offset along a row
+// is a shift of 16 bytes, eight channels of a position, and one along a column of a row's length. Where a row is longer than
+// what a block multiplies, and along the first of three dimensions, offsets have inputs of their own.
 //
 // V is split into as many numbers of its type as hold it in float32's precision. Tensor cores cut off what float32 sums do
-// not hold, so they make sums of twelve products at most, which are then added up.
+// not hold, so they make sums of few products, which are then added up: those of one group while the next is multiplied, into
+// other registers. The second warpgroup is a little behind the first, so that one multiplies while the other stores.
 //
-// On H200, (32, 64, 128, 128) -> 64 channels, kernel 4 and stride 2, takes 237 us in float16 and 279 in bfloat16, where
-// products of single warps (implicit_gemm) take 464 and 500. What that rests on:
-// - Where the inputs of a job lie is worked out once, not for every chunk: 401 us became 316.
-// - V comes and goes in groups, as many products as make a sum, with one wait each: 248; their descriptors are added to: 237.
+// On H200, (32, 64, 128, 128) -> 64 channels, kernel 4 and stride 2, takes 165 us in float16 (151 in channels_last) and 193 in
+// bfloat16, where products of single warps (implicit_gemm) take 464 and 500, and tensor cores without anything else 87 in
+// float16. What that rests on, in float16:
+// - Sums of one group are added up while the next is multiplied; V stays; offsets share inputs: 232 us became 224.
+// - Longer runs are loaded and stored, in far fewer instructions, since three warps load: 183.
+// - Where inputs lie is worked out for runs, not for each; sums are of 18 products, not of 12: 175.
+// - The loaders have registers for all that is on its way: 165.
 #pragma once
 
 #include <cuda_awbarrier_primitives.h>
@@ -29,10 +34,12 @@ struct Wide {
   int in_group = 0, per_group = 0, tiles_of_group = 0;
   int taps[kMaxSpatialDims] = {}, begin[kMaxSpatialDims] = {};  // of the offsets
   int size[kMaxSpatialDims] = {}, out[kMaxSpatialDims] = {};
-  bool pairs = false;         // two neighbours of a row are one aligned word
+  int run = 0;                // neighbours of a row of inputs that are one aligned vector: 4, 2 or none
   bool points = false;        // eight channels of a position are one aligned vector
   bool output_pairs = false;  // two neighbours of a row of outputs are one aligned word
-  Divisor channel_tiles, lines, planes, pitch, points_of_segment, pairs_of_line, taps1;
+  bool output_runs = false;   // four are one aligned vector
+  bool output_points = false;  // four channels of an output are
+  Divisor channel_tiles, jobs_of_tile, lines, planes, pitch, next_segment, runs_of_line, taps1;
 };
 
 template <class T>
@@ -85,8 +92,12 @@ __global__ void __launch_bounds__(kCollapseThreads)
 struct WideJob {
   int n, o0, first, tile, group;  // sample, plane, first position in line, channel tile
   __device__ WideJob(const Wide& wide, unsigned job) {
+    // Of one tile of channels after another where its V stays, else one beside the other at the same inputs.
     unsigned part, line, plane;
-    job = wide.channel_tiles.divide(job, part);
+    if (wide.tiling.keeps_weights())
+      part = wide.jobs_of_tile.divide(job, job);
+    else
+      job = wide.channel_tiles.divide(job, part);
     job = wide.lines.divide(job, line);
     n = static_cast<int>(wide.planes.divide(job, plane));
     o0 = static_cast<int>(plane);
@@ -103,16 +114,19 @@ struct WideJob {
 struct WideSignals {
   __mbarrier_t weights_full[kMaxWideWeightSlots], weights_free[kMaxWideWeightSlots];
   __mbarrier_t inputs_full[kMaxWideSlots], inputs_free[kMaxWideSlots];
-  __device__ void init() {
+  __device__ void init(const WideTiling& tiling) {
     constexpr int kConsumerWarps = kWideConsumers * kWarpgroup / 32;
-    for (int i = 0; i < kMaxWideWeightSlots; ++i) {
+    for (int i = 0; i < tiling.weight_slots; ++i) {
       __mbarrier_init(&weights_full[i], 1);
       __mbarrier_init(&weights_free[i], kConsumerWarps);
     }
-    for (int i = 0; i < kMaxWideSlots; ++i) {
+    for (int i = 0; i < tiling.slots; ++i) {
       __mbarrier_init(&inputs_full[i], kWideLoaders);
       __mbarrier_init(&inputs_free[i], kConsumerWarps);
     }
+  }
+  __device__ static bool reached(__mbarrier_t& barrier, unsigned use) {
+    return __mbarrier_test_wait_parity(&barrier, use % 2);
   }
   __device__ static void wait(__mbarrier_t& barrier, unsigned use) {
     while (!__mbarrier_try_wait_parity(&barrier, use % 2, 1000000)) {
@@ -153,10 +167,21 @@ __device__ inline unsigned matrix(unsigned address, unsigned next_run) { return 
 
 __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ inline void wait_for_products(float (&sums)[64]) {
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+// Until all but the `kLater` last groups are there, whose sums these are not.
+template <int kLater>
+__device__ void wait_for_products(float (&sums)[64]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLater) : "memory");
 #pragma unroll
   for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(sums[i])::"memory");  // no use moves before the wait
+}
+
+// Moves registers from the warpgroup that loads to those that multiply.
+template <int kRegisters, bool kMore>
+__device__ inline void resize_registers() {
+  if constexpr (kMore)
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+  else
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
 // sums (64 channels, 128 positions) = or += weights (64, 16) times inputs (16, 128). A lane of warp w holds, as sums[4i + 2h +
@@ -188,86 +213,124 @@ __device__ void multiply_wide(float (&d)[64], unsigned weights, unsigned inputs,
 #undef FUSED_WIDE_PRODUCT
 }
 
-// Where the inputs of a job are, (segments, points), seen from its first channel; -1 for none. Made and read by the loaders.
+// Where the runs of inputs of a job's line are, or single inputs, seen from its first channel; -1 for none. Where segments
+// overlap, the inputs of one are those of the next, a row before.
 template <class T>
 __device__ void locate_inputs(const Convolution<T>& conv, const Wide& wide, const WideJob& job, int thread,
                               int* table) {
-  for (int i = thread; i < wide.tiling.line(); i += kWideLoaders) {
-    unsigned point, column, j1;
-    const unsigned segment = wide.points_of_segment.divide(i, point);
-    const int y = static_cast<int>(wide.pitch.divide(job.first + point, column));
+  const WideTiling& tiling = wide.tiling;
+  const int step = max(wide.run, 1);
+  const int stride0 = static_cast<int>(conv.input_strides[2]), stride1 = static_cast<int>(conv.input_strides[3]);
+  const int stride2 = static_cast<int>(conv.input_strides[4]);
+#pragma unroll 2
+  for (int i = thread; i * step < tiling.line; i += kWideLoaders) {
+    unsigned column, j1;
+    const int segment = min(static_cast<int>(wide.next_segment.divide(i * step)), tiling.segments - 1);
+    // In the plane; negative before it.
+    const int point = job.first + i * step - tiling.skip - segment * tiling.next_segment;
+    const int y = static_cast<int>(wide.pitch.divide(point + tiling.pitch, column)) - 1;
     const int j0 = static_cast<int>(wide.taps1.divide(segment, j1));
     const int i0 = job.o0 + wide.begin[0] + j0, i1 = y + wide.begin[1] + static_cast<int>(j1);
-    const int i2 = static_cast<int>(column) + wide.begin[2] - wide.tiling.skip;
+    const int i2 = static_cast<int>(column) + wide.begin[2];
     const bool exists = static_cast<unsigned>(i0) < static_cast<unsigned>(wide.size[0]) &&
                         static_cast<unsigned>(i1) < static_cast<unsigned>(wide.size[1]) &&
                         static_cast<unsigned>(i2) < static_cast<unsigned>(wide.size[2]);
-    table[i] =
-        exists ? static_cast<int>(i0 * conv.input_strides[2] + i1 * conv.input_strides[3] + i2 * conv.input_strides[4])
-               : -1;
+    table[i] = exists ? i0 * stride0 + i1 * stride1 + i2 * stride2 : -1;
   }
 }
 
-// Channels of a chunk, (halves of blocks, segments, points, 8 channels), the first of them `channel`; zero where there is none.
-template <class T>
-__device__ void load_chunk(const Convolution<T>& conv, const Wide& wide, const T* first, int channel, int halves,
-                           int thread, const int* table, uint4* to) {
+// Neighbours of a row, and a pair of them.
+template <int kRun>
+using WideRun = std::conditional_t<kRun == 4, uint2, unsigned>;
+__device__ inline unsigned pair_of(unsigned run, int) { return run; }
+__device__ inline unsigned pair_of(uint2 run, int pair) { return pair == 0 ? run.x : run.y; }
+
+// Channels of a chunk, (halves of blocks, line, 8 channels), the first of them `channel`; zero where there is none. `wait` is
+// called before the first is written. Here runs of a row, as many on their way as there are registers, of eight channels each:
+// of those all exist or none where runs are of four. Long runs, since what limits the loaders is the number of instructions.
+template <int kRun, class T, class Wait>
+__device__ void load_runs(const Convolution<T>& conv, const Wide& wide, const T* first, int channel, int halves,
+                          int thread, const int* table, uint4* to, const Wait& wait) {
+  const WideTiling& tiling = wide.tiling;
+  constexpr int kAtOnce = 12 / kRun;
   const int64_t next = conv.input_strides[1];
-  const int line = wide.tiling.line();
-  if (wide.points) {
-    for (int half = 0; half < halves; ++half, channel += 8, to += line) {
-      const T* from = first + channel * next;
-      const bool use = channel < wide.in_group;
-#pragma unroll 4
-      for (int i = thread; i < line; i += kWideLoaders) {
-        const int at = use ? table[i] : -1;
-        __pipeline_memcpy_async(to + i, at < 0 ? conv.input : from + at, 16, at < 0 ? 16 : 0);
-      }
-    }
-  } else if (wide.pairs) {
-    // Of each channel two neighbours at once, as many words on their way as there are registers.
-    constexpr int kAtOnce = 5;
-    const int count = halves * (line / 2);
+  const int count = halves * (tiling.line / kRun);
 #pragma unroll 1
-    for (int i = thread; i < count; i += kAtOnce * kWideLoaders) {
-      unsigned words[kAtOnce][8];
-      int place[kAtOnce];
+  for (int i = thread; i < count; i += kAtOnce * kWideLoaders) {
+    WideRun<kRun> runs[kAtOnce][8];
+    int place[kAtOnce];
 #pragma unroll
-      for (int a = 0; a < kAtOnce; ++a) {
-        unsigned pair;
-        const int half = static_cast<int>(wide.pairs_of_line.divide(i + a * kWideLoaders, pair));
-        const int at = half < halves ? table[2 * pair] : -1, channels = wide.in_group - channel - half * 8;
-        place[a] = half * line + static_cast<int>(pair) * 2;
-        const T* word = first + (channel + half * 8) * next + at;
+    for (int a = 0; a < kAtOnce; ++a) {
+      const int item = i + a * kWideLoaders;
+      unsigned run;
+      const int block = static_cast<int>(wide.runs_of_line.divide(item / 2, run));
+      const int half = block * 2 + item % 2, channels = wide.in_group - channel - half * 8;
+      place[a] = half * tiling.half + static_cast<int>(run) * kRun;
+      const int at = item < count && channels > 0 ? table[run] : -1;
+      const T* from = first + (channel + half * 8) * next + at;
 #pragma unroll
-        for (int c = 0; c < 8; ++c, word += next)
-          words[a][c] = at >= 0 && c < channels ? __ldg(reinterpret_cast<const unsigned*>(word)) : 0u;
-      }
-#pragma unroll
-      for (int a = 0; a < kAtOnce; ++a) {
-        const unsigned (&w)[8] = words[a];
-        if (i + a * kWideLoaders < count) {
-          to[place[a]] = {__byte_perm(w[0], w[1], 0x5410), __byte_perm(w[2], w[3], 0x5410),
-                          __byte_perm(w[4], w[5], 0x5410), __byte_perm(w[6], w[7], 0x5410)};
-          to[place[a] + 1] = {__byte_perm(w[0], w[1], 0x7632), __byte_perm(w[2], w[3], 0x7632),
-                              __byte_perm(w[4], w[5], 0x7632), __byte_perm(w[6], w[7], 0x7632)};
-        }
+      for (int c = 0; c < 8; ++c, from += next) {
+        runs[a][c] = {};
+        if (at >= 0 && (kRun == 4 || c < channels)) runs[a][c] = __ldg(reinterpret_cast<const WideRun<kRun>*>(from));
       }
     }
-  } else {
-    for (int half = 0; half < halves; ++half, channel += 8, to += line) {
-      const T* from = first + channel * next;
+    if (i == thread) wait();
+#pragma unroll
+    for (int a = 0; a < kAtOnce; ++a)
+      if (i + a * kWideLoaders < count)
+#pragma unroll
+        for (int p = 0; p < kRun; ++p) {
+          unsigned w[8];
+#pragma unroll
+          for (int c = 0; c < 8; ++c) w[c] = pair_of(runs[a][c], p / 2);
+          const unsigned which = p % 2 == 0 ? 0x5410 : 0x7632;
+          to[place[a] + p] = {__byte_perm(w[0], w[1], which), __byte_perm(w[2], w[3], which),
+                              __byte_perm(w[4], w[5], which), __byte_perm(w[6], w[7], which)};
+        }
+  }
+}
+
+// Copies so many of 16 bytes by itself, and clears the others.
+__device__ inline void copy_or_clear(unsigned to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+template <class T, class Wait>
+__device__ void load_chunk(const Convolution<T>& conv, const Wide& wide, const T* first, int channel, int halves,
+                           int thread, const int* table, uint4* to, const Wait& wait) {
+  if (wide.run == 4) return load_runs<4>(conv, wide, first, channel, halves, thread, table, to, wait);
+  if (wide.run == 2) return load_runs<2>(conv, wide, first, channel, halves, thread, table, to, wait);
+  wait();
+  const int line = wide.tiling.line, next_half = wide.tiling.half;
+  if (wide.points) {
+    // Both halves of a block at once, whose channels are neighbours.
+    for (int half = 0; half < halves; half += 2, channel += kWideDepth, to += 2 * next_half) {
+      const T* const block = first + channel;
+      const int bytes[2] = {channel < wide.in_group ? 16 : 0, channel + 8 < wide.in_group ? 16 : 0};
+      const unsigned slot = shared_address(to), slot8 = slot + next_half * 16;
 #pragma unroll 4
       for (int i = thread; i < line; i += kWideLoaders) {
         const int at = table[i];
-        unsigned values[8] = {};
-#pragma unroll
-        for (int c = 0; c < 8; ++c)
-          if (at >= 0 && channel + c < wide.in_group)
-            values[c] = *reinterpret_cast<const unsigned short*>(from + at + c * next);
-        to[i] = {values[0] | values[1] << 16, values[2] | values[3] << 16, values[4] | values[5] << 16,
-                 values[6] | values[7] << 16};
+        const T* const from = block + max(at, 0);
+        copy_or_clear(slot + i * 16, from, at < 0 ? 0 : bytes[0]);
+        copy_or_clear(slot8 + i * 16, from + 8, at < 0 ? 0 : bytes[1]);
       }
+    }
+    return;
+  }
+  const int64_t next = conv.input_strides[1];
+  for (int half = 0; half < halves; ++half, channel += 8, to += next_half) {
+    const T* from = first + channel * next;
+#pragma unroll 4
+    for (int i = thread; i < line; i += kWideLoaders) {
+      const int at = table[i];
+      unsigned values[8] = {};
+#pragma unroll
+      for (int c = 0; c < 8; ++c)
+        if (at >= 0 && channel + c < wide.in_group)
+          values[c] = *reinterpret_cast<const unsigned short*>(from + at + c * next);
+      to[i] = {values[0] | values[1] << 16, values[2] | values[3] << 16, values[4] | values[5] << 16,
+               values[6] | values[7] << 16};
     }
   }
 }
@@ -275,10 +338,10 @@ __device__ void load_chunk(const Convolution<T>& conv, const Wide& wide, const T
 // Among the loaders.
 __device__ inline void synchronize_loaders() { asm volatile("bar.sync 1, %0;" ::"n"(kWideLoaders) : "memory"); }
 
-// Chunks of inputs, (halves of blocks, segments, points, 8 channels), one after another. Vectors are copied by themselves: the
-// copy of the next chunk begins before this one's has ended.
+// Chunks of inputs, (halves of blocks, line, 8 channels), one after another. Vectors are copied by themselves: the copy of the
+// next chunk begins before this one's has ended.
 template <class T>
-__device__ void load_inputs(const Convolution<T>& conv, const Wide& wide, int* table, T* ring, WideSignals& signals) {
+__device__ void load_inputs(const Convolution<T>& conv, const Wide& wide, int* tables, T* ring, WideSignals& signals) {
   const WideTiling& tiling = wide.tiling;
   const int thread = threadIdx.x - 32;
   RingPlace at, arrived;
@@ -288,19 +351,27 @@ __device__ void load_inputs(const Convolution<T>& conv, const Wide& wide, int* t
     __mbarrier_arrive(&signals.inputs_full[arrived.slot]);
     arrived.next(tiling.slots);
   };
-  for (int i = blockIdx.x; i < wide.jobs; i += gridDim.x) {
+  // Of two tables one may still be read while another thread makes the next job's.
+  for (int i = blockIdx.x, which = 0; i < wide.jobs; i += gridDim.x, which ^= 1) {
     const WideJob job(wide, i);
-    synchronize_loaders();
-    locate_inputs(conv, wide, job, thread, table);
+    locate_inputs(conv, wide, job, thread, tables + which * tiling.line);
     synchronize_loaders();
     const T* first = conv.input + job.n * conv.input_strides[0] +
                      static_cast<int64_t>(job.group) * wide.in_group * conv.input_strides[1];
 #pragma unroll 1
     for (int block = 0; block < tiling.blocks; block += tiling.depth) {
-      if (at.turn > 0) WideSignals::wait(signals.inputs_free[at.slot], at.turn - 1);
       uint4* slot = reinterpret_cast<uint4*>(ring + at.slot * tiling.slot());
       const int halves = min(tiling.depth, tiling.blocks - block) * 2;
-      load_chunk(conv, wide, first, block * kWideDepth, halves, thread, table, slot);
+      load_chunk(conv, wide, first, block * kWideDepth, halves, thread, tables + which * tiling.line, slot, [&] {
+        if (at.turn == 0) return;
+        // The consumers may need what is on its way before they leave a slot.
+        if (any && !WideSignals::reached(signals.inputs_free[at.slot], at.turn - 1)) {
+          __pipeline_wait_prior(0);
+          arrive();
+          any = false;
+        }
+        WideSignals::wait(signals.inputs_free[at.slot], at.turn - 1);
+      });
       at.next(tiling.slots);
       if (!wide.points) {
         arrive();
@@ -320,6 +391,17 @@ __device__ void load_inputs(const Convolution<T>& conv, const Wide& wide, int* t
   }
 }
 
+// Of an 8 x 8 matrix of half types, by rows of four lanes, two elements each.
+__device__ inline unsigned transposed(unsigned pair) {
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(pair));
+  return pair;
+}
+
+// Among the warpgroups that multiply.
+__device__ inline void synchronize_consumers() {
+  asm volatile("bar.sync 2, %0;" ::"n"(kWideConsumers * kWarpgroup) : "memory");
+}
+
 #endif
 
 // One output of a job as it is defined, if it exists.
@@ -333,7 +415,7 @@ __device__ void write_direct(const Convolution<T>& conv, const Wide& wide, const
   const int64_t co = static_cast<int64_t>(job.group) * wide.per_group + channel;
   conv.output[job.n * conv.output_strides[0] + co * conv.output_strides[1] + job.o0 * conv.output_strides[2] +
               o1 * conv.output_strides[3] + o2 * conv.output_strides[4]] =
-      direct_value(conv, job.n, co, job.o0, o1, o2);
+      direct_value_inline(conv, job.n, co, job.o0, o1, o2);  // a call would keep all threads at the same registers
 }
 
 template <class T>
@@ -347,15 +429,17 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   __shared__ WideSignals signals;
   const WideTiling& tiling = wide.tiling;
   T* const weight_ring = reinterpret_cast<T*>(memory);
-  const int weight_slot = tiling.group * kWideWeights<T>;
-  T* const input_ring = weight_ring + tiling.weight_slots * weight_slot;
-  int* const table = reinterpret_cast<int*>(input_ring + tiling.slots * tiling.slot());
+  const int weight_steps = tiling.keeps_weights() ? tiling.blocks * wide.taps[2] * tiling.segments
+                                                  : tiling.weight_slots * tiling.group;
+  T* const input_ring = weight_ring + weight_steps * kWideWeights<T>;
+  int* const tables = reinterpret_cast<int*>(input_ring + tiling.slots * tiling.slot());
   const int taps = wide.taps[2], steps = tiling.segments * taps;
   if (threadIdx.x == 0) {
-    signals.init();
+    signals.init(tiling);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   wait_for_previous_launch();
+  if (blockIdx.x >= wide.jobs) return;
   bool flag = false;
   for (int i = threadIdx.x; i < flag_count; i += kWideThreads) flag |= flags[i] != 0;
   if (__syncthreads_or(flag)) {
@@ -368,118 +452,211 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   }
 
   if (threadIdx.x < kWarpgroup) {
+    resize_registers<kWideLoadRegisters, false>();
     if (threadIdx.x == 0) {
       RingPlace at;
+      int there = -1;  // the tile whose V stays
       for (int i = blockIdx.x; i < wide.jobs; i += gridDim.x) {
-        const T* from = weights + static_cast<int64_t>(WideJob(wide, i).tile) * tiling.blocks * steps * kWideWeights<T>;
+        const int tile = WideJob(wide, i).tile;
+        if (tile == there) continue;
+        if (tiling.keeps_weights()) there = tile;
+        const T* const all = weights + static_cast<int64_t>(tile) * tiling.blocks * steps * kWideWeights<T>;
+        int step = 0;  // of the job
         for (int block = 0; block < tiling.blocks; block += tiling.depth)
 #pragma unroll 1
           for (int left = min(tiling.depth, tiling.blocks - block) * steps; left > 0; left -= tiling.group) {
             if (at.turn > 0) WideSignals::wait(signals.weights_free[at.slot], at.turn - 1);
-            const int elements = min(tiling.group, left) * kWideWeights<T>;
-            bulk_load(weight_ring + at.slot * weight_slot, from, elements * sizeof(T), signals.weights_full[at.slot]);
-            from += elements;
+            const int count = min(tiling.group, left), to = tiling.keeps_weights() ? step : at.slot * tiling.group;
+            bulk_load(weight_ring + to * kWideWeights<T>, all + static_cast<int64_t>(step) * kWideWeights<T>,
+                      count * kWideWeights<T> * sizeof(T), signals.weights_full[at.slot]);
+            step += count;
             at.next(tiling.weight_slots);
           }
       }
     } else if (threadIdx.x >= 32) {
-      load_inputs(conv, wide, table, input_ring, signals);
+      load_inputs(conv, wide, tables, input_ring, signals);
     }
     return;
   }
 
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, consumer = threadIdx.x / kWarpgroup - 1;
+  resize_registers<kWideMultiplyRegisters, true>();
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  // The compiler, too, knows it as the same in every lane.
+  const int consumer = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroup, 0) - 1;
   constexpr unsigned kProduct = kWideChannels * kWideDepth * sizeof(T) / 16;
-  const unsigned weight_address = shared_address(weight_ring), next_segment = tiling.points - taps;
+  const unsigned weight_address = shared_address(weight_ring) / 16;
   const unsigned input_address = shared_address(input_ring) + (consumer * kWidePositions + tiling.skip) * 16;
-  const unsigned slot_bytes = tiling.slot() * sizeof(T);
+  const unsigned slot_bytes = tiling.slot() * sizeof(T), next_segment = tiling.next_segment - taps;
+  const unsigned next_block = 2 * tiling.half - tiling.segments * tiling.next_segment;
+  // The second begins behind the first, so that it multiplies while that one stores.
+  int lead = tiling.lead;
+  if (consumer == 1) {
+    synchronize_consumers();
+    lead = 0;
+  }
   RingPlace weight, input;
   for (int i = blockIdx.x; i < wide.jobs; i += gridDim.x) {
     const WideJob job(wide, i);
-    float totals[64] = {};
-    for (int block = 0; block < tiling.blocks; block += tiling.depth) {
-      WideSignals::wait(signals.inputs_full[input.slot], input.turn);
-      unsigned x = matrix(input_address + input.slot * slot_bytes, tiling.line());
-      int tap = taps, segment = tiling.segments;
-#pragma unroll 1
-      for (int left = min(tiling.depth, tiling.blocks - block) * steps; left > 0; left -= tiling.group) {
-        WideSignals::wait(signals.weights_full[weight.slot], weight.turn);
-        float sums[64];
-        unsigned v = matrix(weight_address + weight.slot * weight_slot * sizeof(T), kWideChannels);
-        const int count = min(tiling.group, left);
-#pragma unroll 1
-        for (int step = 0; step < count; ++step) {
-          begin_products();
+    const bool keep =
+        tiling.keeps_weights() && i + gridDim.x < wide.jobs && WideJob(wide, i + gridDim.x).tile == job.tile;
+    float totals[64] = {}, sums[2][64];
 #pragma unroll
-          for (int term = kTerms - 1; term >= 0; --term)
-            multiply_wide<T>(sums, v + term * kProduct, x, step > 0 || term < kTerms - 1);
-          commit_products();
-          v += kTerms * kProduct;
-          ++x;
-          if (--tap == 0) {
-            tap = taps;
-            x += next_segment;
-            if (--segment == 0) {
-              segment = tiling.segments;
-              x += tiling.line();  // beyond the other half of the block
-            }
+    for (int k = 0; k < 64; ++k) sums[1][k] = 0;
+    unsigned x = 0;
+    int block = 0, left = 0, step = 0, tap = 0, segment = 0;
+    // What the products that are on their way read, and then leave free.
+    __mbarrier_t *weights_read = nullptr, *inputs_read = nullptr;
+    const auto add = [&](const float (&to_add)[64], __mbarrier_t* weights_free, __mbarrier_t* inputs_free) {
+      if (lane == 0) {
+        if (weights_free) __mbarrier_arrive(weights_free);
+        if (inputs_free) __mbarrier_arrive(inputs_free);
+      }
+#pragma unroll
+      for (int k = 0; k < 64; ++k) totals[k] += to_add[k];
+    };
+    // Multiplies a group, and meanwhile adds up the one before.
+    const auto multiply_group = [&](float (&now)[64], float (&before)[64]) {
+      if (left == 0) {
+        WideSignals::wait(signals.inputs_full[input.slot], input.turn);
+        x = matrix(input_address + input.slot * slot_bytes, tiling.half);
+        left = min(tiling.depth, tiling.blocks - block) * steps;
+        block += tiling.depth;
+        tap = taps;
+        segment = tiling.segments;
+      }
+      WideSignals::wait(signals.weights_full[weight.slot], weight.turn);
+      unsigned v = matrix(0, kWideChannels) + weight_address +
+                   (tiling.keeps_weights() ? step : weight.slot * tiling.group) * (kTerms * kProduct);
+      const int count = min(tiling.group, left);
+      left -= count;
+      step += count;
+      const auto multiply_step = [&](bool first) {
+        begin_products();
+#pragma unroll
+        for (int term = kTerms - 1; term >= 0; --term)
+          multiply_wide<T>(now, v + term * kProduct, x, !first || term < kTerms - 1);
+        commit_products();
+        v += kTerms * kProduct;
+        ++x;
+        if (--tap == 0) {
+          tap = taps;
+          x += next_segment;
+          if (--segment == 0) {
+            segment = tiling.segments;
+            x += next_block;
           }
         }
-        wait_for_products(sums);
-        if (lane == 0) {
-          __mbarrier_arrive(&signals.weights_free[weight.slot]);
-          if (left <= tiling.group) __mbarrier_arrive(&signals.inputs_free[input.slot]);
-        }
-        weight.next(tiling.weight_slots);
-#pragma unroll
-        for (int k = 0; k < 64; ++k) totals[k] += sums[k];
+      };
+      multiply_step(true);
+      wait_for_products<1>(before);
+      add(before, weights_read, inputs_read);
+#pragma unroll 1
+      for (int k = 1; k < count; ++k) multiply_step(false);
+      weights_read = keep ? nullptr : &signals.weights_free[weight.slot];
+      inputs_read = left == 0 ? &signals.inputs_free[input.slot] : nullptr;
+      weight.next(tiling.weight_slots);
+      if (left == 0) input.next(tiling.slots);
+      if (lead > 0 && --lead == 0) synchronize_consumers();
+    };
+#pragma unroll 1
+    for (int groups = tiling.groups;;) {
+      multiply_group(sums[0], sums[1]);
+      if (--groups == 0) {
+        wait_for_products<0>(sums[0]);
+        add(sums[0], weights_read, inputs_read);
+        break;
       }
-      input.next(tiling.slots);
+      multiply_group(sums[1], sums[0]);
+      if (--groups == 0) {
+        wait_for_products<0>(sums[1]);
+        add(sums[1], weights_read, inputs_read);
+        break;
+      }
     }
+    if (keep) --weight.turn;
 
     // A lane holds two channels at pairs of neighbours, eight positions from one to the next.
     const int row = warp * 16 + lane / 4, channels = wide.per_group - job.first_channel(wide);
-    const int64_t first_co = static_cast<int64_t>(job.group) * wide.per_group + job.first_channel(wide) + row;
+    const int64_t first_co = static_cast<int64_t>(job.group) * wide.per_group + job.first_channel(wide);
     const bool exists[2] = {row < channels, row + 8 < channels};
-    const float2 affine[2] = {exists[0] ? factors[first_co] : float2{}, exists[1] ? factors[first_co + 8] : float2{}};
-    T* const to = conv.output + job.n * conv.output_strides[0] + job.o0 * conv.output_strides[2] +
-                  first_co * conv.output_strides[1];
-    T* const to8 = to + 8 * conv.output_strides[1];
+    const float2 affine[2] = {exists[0] ? factors[first_co + row] : float2{},
+                              exists[1] ? factors[first_co + row + 8] : float2{}};
+    T* const tile = conv.output + job.n * conv.output_strides[0] + job.o0 * conv.output_strides[2] +
+                    first_co * conv.output_strides[1];
     const int next = static_cast<int>(conv.output_strides[4]), next_row = static_cast<int>(conv.output_strides[3]);
-    int o1, o2;
-    {
-      unsigned column;
-      o1 = static_cast<int>(wide.pitch.divide(job.first + consumer * kWidePositions + lane % 4 * 2, column));
-      o2 = static_cast<int>(column);
-    }
     float check = 0;  // NaN if any value is not finite, stored or not
-#pragma unroll
-    for (int k = 0; k < 16; ++k) {
-      const bool use = o1 < wide.out[1] && o2 < wide.out[2], both = o2 + 1 < wide.out[2];
-      const int at = o1 * next_row + o2 * next;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float value0 = totals[4 * k + 2 * h] * affine[h].x + affine[h].y;
-        const float value1 = totals[4 * k + 2 * h + 1] * affine[h].x + affine[h].y;
-        check += value0 * 0 + (both ? value1 * 0 : 0);
-        T* const address = (h == 0 ? to : to8) + at;
-        struct alignas(4) Pair {
-          T values[2];
-        };
-        const Pair pair = {from_accumulator<T>(value0), from_accumulator<T>(value1)};
-        if (use && exists[h]) {
-          if (wide.output_pairs) {
-            *reinterpret_cast<Pair*>(address) = pair;
-          } else {
-            *address = pair.values[0];
-            if (both) address[next] = pair.values[1];
-          }
-        }
-      }
-      o2 += 8;
+    struct alignas(4) Pair {
+      T values[2];
+      __device__ unsigned word() const { return reinterpret_cast<const unsigned&>(*this); }
+    };
+    const auto outputs = [&](int k, int h) {
+      const float value0 = totals[4 * k + 2 * h] * affine[h].x + affine[h].y;
+      const float value1 = totals[4 * k + 2 * h + 1] * affine[h].x + affine[h].y;
+      check += value0 * 0 + value1 * 0;
+      return Pair{from_accumulator<T>(value0), from_accumulator<T>(value1)};
+    };
+    // Of two lanes side by side the even one gets what both hold of `even`, the odd one of `odd`.
+    const auto exchange = [&](unsigned even, unsigned odd) {
+      const unsigned other = __shfl_xor_sync(0xffffffff, lane % 2 == 0 ? odd : even, 1);
+      return lane % 2 == 0 ? uint2{even, other} : uint2{other, odd};
+    };
+    int o1, o2;
+    const auto begin_at = [&](int position) {
+      unsigned column;
+      o1 = static_cast<int>(wide.pitch.divide(job.first + consumer * kWidePositions + position, column));
+      o2 = static_cast<int>(column);
+    };
+    const auto advance = [&](int positions) {
+      o2 += positions;
       while (o2 >= tiling.pitch) {
         o2 -= tiling.pitch;
         ++o1;
+      }
+    };
+    if (wide.output_runs) {
+      begin_at(lane % 2 * 8 + lane % 4 / 2 * 4);
+      T* const to[2] = {tile + row * conv.output_strides[1], tile + (row + 8) * conv.output_strides[1]};
+#pragma unroll
+      for (int k = 0; k < 16; k += 2) {
+        const bool use = o1 < wide.out[1] && o2 < wide.out[2];
+        const int at = o1 * next_row + o2;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const uint2 run = exchange(outputs(k, h).word(), outputs(k + 1, h).word());
+          if (use && exists[h]) *reinterpret_cast<uint2*>(to[h] + at) = run;
+        }
+        advance(16);
+      }
+    } else if (wide.output_points) {
+      // After the transposition a lane holds pairs of channels at positions eight apart.
+      begin_at(lane / 4);
+      const int channel = warp * 16 + lane % 2 * 8 + lane % 4 / 2 * 4;
+#pragma unroll
+      for (int k = 0; k < 16; ++k) {
+        const uint2 point = exchange(transposed(outputs(k, 0).word()), transposed(outputs(k, 1).word()));
+        if (o1 < wide.out[1] && o2 < wide.out[2] && channel < channels)
+          *reinterpret_cast<uint2*>(tile + o1 * next_row + o2 * next + channel) = point;
+        advance(8);
+      }
+    } else {
+      begin_at(lane % 4 * 2);
+#pragma unroll
+      for (int k = 0; k < 16; ++k) {
+        const bool use = o1 < wide.out[1] && o2 < wide.out[2], both = o2 + 1 < wide.out[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const Pair pair = outputs(k, h);
+          T* const address = tile + (row + 8 * h) * conv.output_strides[1] + o1 * next_row + o2 * next;
+          if (use && exists[h]) {
+            if (wide.output_pairs) {
+              *reinterpret_cast<Pair*>(address) = pair;
+            } else {
+              *address = pair.values[0];
+              if (both) address[next] = pair.values[1];
+            }
+          }
+        }
+        advance(8);
       }
     }
     // An infinite input makes NaN of the numbers that V is split into, so what this lane has written is looked at again.
