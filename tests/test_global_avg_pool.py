@@ -48,7 +48,7 @@ CHUNK, CHUNKS = ["chunk_sums"], ["chunk_sums", "finish_mean"]
         ((2, 9, 2, 31), f64, TILE),
         ((1, 9, 32), f32, TILE),
         ((1, 5, 33), f16, TILE),
-        ((2, 3, 511), f32, TILE)
+        ((2, 3, 511), f32, TILE),
         ((2, 3, 512), f32, PLANES),
         ((2, 3, 513), f32, CHUNK),
         ((1, 3, 1024), f16, PLANES),

@@ -659,7 +659,9 @@ __global__ void __launch_bounds__(kWideThreads, 1)
         advance(8);
       }
     }
-    // An infinite input makes NaN of the numbers that V is split into, so what this lane has written is looked at again.
+    // An infinite input makes NaN of the numbers that V is split into, so what this lane has computed is looked at again, after
+    // its neighbour has stored it.
+    __syncwarp();
     if (isnan(check))
 #pragma unroll 1
       for (int k = 0; k < 64; ++k)
