@@ -245,29 +245,44 @@ using WideRun = std::conditional_t<kRun == 4, uint2, unsigned>;
 __device__ inline unsigned pair_of(unsigned run, int) { return run; }
 __device__ inline unsigned pair_of(uint2 run, int pair) { return pair == 0 ? run.x : run.y; }
 
+// What a thread loads of a chunk: a run of eight channels.
+struct WideItem {
+  unsigned short half, run;  // of the blocks, and of the line
+  WideItem() = default;
+  __device__ WideItem(const Wide& wide, int item) {
+    unsigned r;
+    half = static_cast<unsigned short>(wide.runs_of_line.divide(item / 2, r) * 2 + item % 2);
+    run = static_cast<unsigned short>(r);
+  }
+};
+template <int kRun>
+inline constexpr int kWideRuns = kRun > 0 ? 12 / kRun : 1;  // as many on their way as there are registers
+
 // Channels of a chunk, (halves of blocks, line, 8 channels), the first of them `channel`; zero where there is none. `wait` is
-// called before the first is written. Here runs of a row, as many on their way as there are registers, of eight channels each:
-// of those all exist or none where runs are of four. Long runs, since what limits the loaders is the number of instructions.
+// called before the first is written. Here runs of a row, of eight channels each: of those all exist or none where runs are of
+// four. Long runs, since what limits the loaders is the number of instructions; `items` are the first that this thread loads.
 template <int kRun, class T, class Wait>
 __device__ void load_runs(const Convolution<T>& conv, const Wide& wide, const T* first, int channel, int halves,
-                          int thread, const int* table, uint4* to, const Wait& wait) {
-  const WideTiling& tiling = wide.tiling;
-  constexpr int kAtOnce = 12 / kRun;
+                          int thread, const WideItem (&items)[kWideRuns<kRun>], const int* table, uint4* to,
+                          const Wait& wait) {
+  constexpr int kRuns = kWideRuns<kRun>;
   const int64_t next = conv.input_strides[1];
-  const int count = halves * (tiling.line / kRun);
-#pragma unroll 1
-  for (int i = thread; i < count; i += kAtOnce * kWideLoaders) {
-    WideRun<kRun> runs[kAtOnce][8];
-    int place[kAtOnce];
+  const int count = halves * (wide.tiling.line / kRun), left = wide.in_group - channel;
+  first += channel * next;
+  WideItem now[kRuns];
 #pragma unroll
-    for (int a = 0; a < kAtOnce; ++a) {
-      const int item = i + a * kWideLoaders;
-      unsigned run;
-      const int block = static_cast<int>(wide.runs_of_line.divide(item / 2, run));
-      const int half = block * 2 + item % 2, channels = wide.in_group - channel - half * 8;
-      place[a] = half * tiling.half + static_cast<int>(run) * kRun;
-      const int at = item < count && channels > 0 ? table[run] : -1;
-      const T* from = first + (channel + half * 8) * next + at;
+  for (int a = 0; a < kRuns; ++a) now[a] = items[a];
+#pragma unroll 1
+  for (int i = thread; i < count; i += kRuns * kWideLoaders) {
+    if (i != thread)
+#pragma unroll
+      for (int a = 0; a < kRuns; ++a) now[a] = WideItem(wide, i + a * kWideLoaders);
+    WideRun<kRun> runs[kRuns][8];
+#pragma unroll
+    for (int a = 0; a < kRuns; ++a) {
+      const int channels = left - now[a].half * 8;
+      const int at = i + a * kWideLoaders < count && channels > 0 ? table[now[a].run] : -1;
+      const T* from = first + (now[a].half * 8 * static_cast<int>(next) + at);
 #pragma unroll
       for (int c = 0; c < 8; ++c, from += next) {
         runs[a][c] = {};
@@ -276,7 +291,7 @@ __device__ void load_runs(const Convolution<T>& conv, const Wide& wide, const T*
     }
     if (i == thread) wait();
 #pragma unroll
-    for (int a = 0; a < kAtOnce; ++a)
+    for (int a = 0; a < kRuns; ++a)
       if (i + a * kWideLoaders < count)
 #pragma unroll
         for (int p = 0; p < kRun; ++p) {
@@ -284,7 +299,7 @@ __device__ void load_runs(const Convolution<T>& conv, const Wide& wide, const T*
 #pragma unroll
           for (int c = 0; c < 8; ++c) w[c] = pair_of(runs[a][c], p / 2);
           const unsigned which = p % 2 == 0 ? 0x5410 : 0x7632;
-          to[place[a] + p] = {__byte_perm(w[0], w[1], which), __byte_perm(w[2], w[3], which),
+          to[now[a].half * wide.tiling.half + now[a].run * kRun + p] = {__byte_perm(w[0], w[1], which), __byte_perm(w[2], w[3], which),
                               __byte_perm(w[4], w[5], which), __byte_perm(w[6], w[7], which)};
         }
   }
@@ -295,11 +310,10 @@ __device__ inline void copy_or_clear(unsigned to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
+// Channels side by side, or single elements.
 template <class T, class Wait>
-__device__ void load_chunk(const Convolution<T>& conv, const Wide& wide, const T* first, int channel, int halves,
-                           int thread, const int* table, uint4* to, const Wait& wait) {
-  if (wide.run == 4) return load_runs<4>(conv, wide, first, channel, halves, thread, table, to, wait);
-  if (wide.run == 2) return load_runs<2>(conv, wide, first, channel, halves, thread, table, to, wait);
+__device__ void load_points(const Convolution<T>& conv, const Wide& wide, const T* first, int channel, int halves,
+                            int thread, const int* table, uint4* to, const Wait& wait) {
   wait();
   const int line = wide.tiling.line, next_half = wide.tiling.half;
   if (wide.points) {
@@ -340,7 +354,7 @@ __device__ inline void synchronize_loaders() { asm volatile("bar.sync 1, %0;" ::
 
 // Chunks of inputs, (halves of blocks, line, 8 channels), one after another. Vectors are copied by themselves: the copy of the
 // next chunk begins before this one's has ended.
-template <class T>
+template <int kRun, class T>
 __device__ void load_inputs(const Convolution<T>& conv, const Wide& wide, int* tables, T* ring, WideSignals& signals) {
   const WideTiling& tiling = wide.tiling;
   const int thread = threadIdx.x - 32;
@@ -351,6 +365,10 @@ __device__ void load_inputs(const Convolution<T>& conv, const Wide& wide, int* t
     __mbarrier_arrive(&signals.inputs_full[arrived.slot]);
     arrived.next(tiling.slots);
   };
+  WideItem items[kWideRuns<kRun>];
+  if constexpr (kRun > 0)
+#pragma unroll
+    for (int a = 0; a < kWideRuns<kRun>; ++a) items[a] = WideItem(wide, thread + a * kWideLoaders);
   // Of two tables one may still be read while another thread makes the next job's.
   for (int i = blockIdx.x, which = 0; i < wide.jobs; i += gridDim.x, which ^= 1) {
     const WideJob job(wide, i);
@@ -362,18 +380,23 @@ __device__ void load_inputs(const Convolution<T>& conv, const Wide& wide, int* t
     for (int block = 0; block < tiling.blocks; block += tiling.depth) {
       uint4* slot = reinterpret_cast<uint4*>(ring + at.slot * tiling.slot());
       const int halves = min(tiling.depth, tiling.blocks - block) * 2;
-      load_chunk(conv, wide, first, block * kWideDepth, halves, thread, tables + which * tiling.line, slot, [&] {
+      const int* const table = tables + which * tiling.line;
+      const auto wait = [&] {
         if (at.turn == 0) return;
         // The consumers may need what is on its way before they leave a slot.
-        if (any && !WideSignals::reached(signals.inputs_free[at.slot], at.turn - 1)) {
+        if (kRun == 0 && any && !WideSignals::reached(signals.inputs_free[at.slot], at.turn - 1)) {
           __pipeline_wait_prior(0);
           arrive();
           any = false;
         }
         WideSignals::wait(signals.inputs_free[at.slot], at.turn - 1);
-      });
+      };
+      if constexpr (kRun > 0)
+        load_runs<kRun>(conv, wide, first, block * kWideDepth, halves, thread, items, table, slot, wait);
+      else
+        load_points(conv, wide, first, block * kWideDepth, halves, thread, table, slot, wait);
       at.next(tiling.slots);
-      if (!wide.points) {
+      if (kRun > 0 || !wide.points) {
         arrive();
         continue;
       }
@@ -474,7 +497,12 @@ __global__ void __launch_bounds__(kWideThreads, 1)
           }
       }
     } else if (threadIdx.x >= 32) {
-      load_inputs(conv, wide, tables, input_ring, signals);
+      if (wide.run == 4)
+        load_inputs<4>(conv, wide, tables, input_ring, signals);
+      else if (wide.run == 2)
+        load_inputs<2>(conv, wide, tables, input_ring, signals);
+      else
+        load_inputs<0>(conv, wide, tables, input_ring, signals);
     }
     return;
   }
