@@ -76,10 +76,16 @@ CHUNK, CHUNKS = ["chunk_sums"], ["chunk_sums", "finish_mean"]
         *(((1, 9, 8 * vectors), f16, launched) for vectors, launched in ((95, TILE), (96, PLANES), (97, PLANES))),
         *(((3, 7, 8 * 128 + i), bf16, launched) for i, launched in ((-4, TILE), (0, PLANES), (4, CHUNK))),
         *(((1, 17, 8 * vectors), bf16, PLANES) for vectors in (1024, 1025)),  # a warp, then two
-        *(((1, 3, 8 * vectors), f16, launched) for vectors, launched in ((2047, PLANES), (2048, PLANES), (2049, CHUNKS))),
-        *(((1, 9, 4 * vectors), f32, launched) for vectors, launched in ((95, TILE), (96, PLANES), (128, PLANES), (129, CHUNK))),
+        *(
+            ((1, 3, 8 * vectors), f16, launched)
+            for vectors, launched in ((2047, PLANES), (2048, PLANES), (2049, CHUNKS))
+        ),
+        *(
+            ((1, 9, 4 * vectors), f32, launched)
+            for vectors, launched in ((95, TILE), (96, PLANES), (128, PLANES), (129, CHUNK))
+        ),
         ((1, 5, 2, 96), f64, PLANES),
-        *(((1, 132 * 24 + i, 384), f32, PLANES) for i in (-1, 0, 1)),  # the planes that all warps take at once
+        *(((1, 132 * 24 + i, 384), f32, PLANES) for i in (-1, 0, 1)),  # what all warps take at once
     ],
     ids=str,
 )
@@ -137,7 +143,8 @@ STREAM, STREAMS = ["column_stream"], ["column_stream", "finish_mean"]
             pytest.param((99, 8, 2048 * 9 + i), f16, launched, marks=pytest.mark.slow)
             for i, launched in ((-1, STREAM), (0, STREAMS))
         ),
-        *(((1, 2, 2048 * 1024 + i), f64, STREAMS) for i in (-1, 0, 1)),  # 1024 chunks
+        *(((1, 12, 32768 + i), f32, launched) for i, launched in ((0, STREAMS), (1, COLUMNS))),  # larger ones
+        ((2, 8, 181, 182), f16, COLUMNS),
         ((1600, 4, 2), f32, STREAM),  # more than the blocks that stay
         ((30, 1024, 2, 2), f64, STREAM),
     ],

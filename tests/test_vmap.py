@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("error:There is a performance drop")
 every_small_call = pytest.mark.parametrize("call", [call for call in CALLS if call != "A0, large"])
 every_small_chain = pytest.mark.parametrize("call", [c for c in CALLS if c != "A0, large" and CALLS[c][0] != G])
 # What vmap makes of channels_last inputs, and what a slice of them is, may be summed in another order.
-CHANNELS_LAST = ("G, columns", "A0, columns", "B, pixels")
+CHANNELS_LAST = ("G, channels", "G, columns", "A0, channels", "A0, columns", "B, pixels")
 every_contiguous_call = pytest.mark.parametrize("call", [call for call in CALLS if call not in CHANNELS_LAST])
 
 Dims = dict[str, int]

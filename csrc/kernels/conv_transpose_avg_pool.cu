@@ -461,8 +461,7 @@ Wide wide_geometry(const AvgPoolProblem& problem, const WideTiling& tiling, cons
   if (wide.run > 0) wide.runs_of_line = Divisor(tiling.line / wide.run);
   wide.points = whole(conv.input, conv.input_strides, 8, 1) && wide.in_group % 8 == 0;
   wide.output_pairs = whole(conv.output, conv.output_strides, 2, 4) && wide.out[2] % 2 == 0;
-  wide.output_runs =
-      whole(conv.output, conv.output_strides, 4, 4) && wide.out[2] % 4 == 0 && tiling.pitch % 4 == 0;
+  wide.output_runs = whole(conv.output, conv.output_strides, 4, 4) && wide.out[2] % 4 == 0 && tiling.pitch % 4 == 0;
   wide.output_points = whole(conv.output, conv.output_strides, 4, 1) && wide.per_group % 8 == 0;
   return wide;
 }

@@ -215,7 +215,9 @@ constexpr int kUnroll = sizeof(T) == 2 ? 4 : 8;
 // Blocks per multiprocessor: what the registers of kUnroll loads allow. With six for bfloat16, whose sums may have to be made
 // again, the compiler moves its last load behind the sum of the others.
 template <class T>
-constexpr int kChunkBlocks = sizeof(T) > 2 ? 4 : std::is_same_v<T, __half> ? 6 : 5;
+constexpr int kChunkBlocks = sizeof(T) > 2               ? 4
+                             : std::is_same_v<T, __half> ? 6
+                                                         : 5;
 
 template <class Acc, class T>
 __device__ double strided_sum(const T* x, int64_t n, int lane, int lanes) {
@@ -1167,24 +1169,22 @@ void launch_plane_sums(const CudaContext& cuda, const GlobalPoolPlan& plan, cons
 template <class T, class Cells, class Store>
 void launch_column_sums(const CudaContext& cuda, const GlobalPoolPlan& plan, const GlobalPoolProblem& problem,
                         const T* input, const Cells& cells, const Store& store, const TapSums<T>& taps) {
-  const auto launch = [&](const auto kernel) {
-    cuda.launch(plan.launch[0], kernel, input, problem.channels, problem.plane, static_cast<unsigned>(plan.chunks),
-                plan.columns, static_cast<unsigned>(plan.channel_blocks), cells, store, taps);
-  };
-  if constexpr (std::is_same_v<Cells, WholePlane>) {
-    if (plan.sum == SumKernel::kColumn) return launch(column_sums<T, 1, Cells, Store>);
-    const ColumnStream stream{problem.channels,
-                              problem.plane,
-                              plan.items,
-                              static_cast<unsigned>(plan.chunks),
-                              static_cast<unsigned>(plan.chunk_elements),
-                              static_cast<unsigned>(plan.channel_blocks),
-                              plan.columns,
-                              plan.whole_planes};
-    cuda.launch(plan.launch[0], column_stream<T, Store>, input, stream, store, taps);
-  } else {
-    launch(plan.width > 1 ? column_sums<T, Vector<T>::kSize, Cells, Store> : column_sums<T, 1, Cells, Store>);
-  }
+  if constexpr (std::is_same_v<Cells, WholePlane>)
+    if (plan.sum == SumKernel::kColumnStream) {
+      const ColumnStream stream{problem.channels,
+                                problem.plane,
+                                plan.items,
+                                static_cast<unsigned>(plan.chunks),
+                                static_cast<unsigned>(plan.chunk_elements),
+                                static_cast<unsigned>(plan.channel_blocks),
+                                plan.columns,
+                                plan.whole_planes};
+      return cuda.launch(plan.launch[0], column_stream<T, Store>, input, stream, store, taps);
+    }
+  cuda.launch(plan.launch[0],
+              plan.width > 1 ? column_sums<T, Vector<T>::kSize, Cells, Store> : column_sums<T, 1, Cells, Store>, input,
+              problem.channels, problem.plane, static_cast<unsigned>(plan.chunks), plan.columns,
+              static_cast<unsigned>(plan.channel_blocks), cells, store, taps);
 }
 
 Tensor global_avg_pool_cuda(const Tensor& input) {

@@ -122,7 +122,9 @@ inline constexpr int kStreamStages = 4;     // three of them on their way
 // float32 (32, 512, 56, 56), 105 and 108.
 inline constexpr int64_t kMinStreamVectors = 96;
 inline constexpr int64_t kMaxStreamVectors = 2048;
-// channels_last: up to this many chunks, a block may sum a plane's one after another, where there are planes enough.
+// channels_last: of larger planes, column_sums reads 5 per cent faster.
+inline constexpr int64_t kMaxStreamCells = 32768;
+// Up to this many chunks, a block may sum a plane's one after another, where there are planes enough.
 inline constexpr int64_t kStreamWholeChunks = 8;
 // How a block sums a plane: rows of `columns` loads side by side take turns in a chunk of about `cells` cells.
 struct StreamShape {
@@ -196,7 +198,8 @@ inline GlobalPoolPlan plan_global_avg_pool(const GlobalPoolProblem& problem, con
     plan.add(kernel, plan.tap_blocks + std::min(items, resident * device.multiprocessors), threads, bytes);
   };
   const int64_t vectors = problem.plane % vector == 0 ? problem.plane / vector : 0;  // of a contiguous plane
-  if (problem.channels_last && !problem.boxes && problem.plane > 0 && problem.channels % vector == 0) {
+  if (problem.channels_last && !problem.boxes && problem.channels % vector == 0 && problem.plane > 0 &&
+      problem.plane <= kMaxStreamCells) {
     plan.variant = "stream of channels";
     plan.sum = SumKernel::kColumnStream;
     plan.width = vector;
@@ -205,7 +208,7 @@ inline GlobalPoolPlan plan_global_avg_pool(const GlobalPoolProblem& problem, con
     plan.channel_blocks = ceil_div(units, shape.columns);
     plan.columns = static_cast<int>(ceil_div(units, plan.channel_blocks));
     const int threads = static_cast<int>(std::min<int64_t>(kColumnThreads, round_up(shape.rows * plan.columns, 32)));
-    plan.chunk_elements = ceil_div(problem.plane, std::clamp<int64_t>(problem.plane / shape.cells, 1, kMaxChunks));
+    plan.chunk_elements = ceil_div(problem.plane, std::max<int64_t>(1, problem.plane / shape.cells));
     plan.chunks = ceil_div(problem.plane, plan.chunk_elements);
     const int64_t columns = problem.batch * plan.channel_blocks;
     plan.whole_planes =

@@ -34,10 +34,10 @@ struct Wide {
   int in_group = 0, per_group = 0, tiles_of_group = 0;
   int taps[kMaxSpatialDims] = {}, begin[kMaxSpatialDims] = {};  // of the offsets
   int size[kMaxSpatialDims] = {}, out[kMaxSpatialDims] = {};
-  int run = 0;                // neighbours of a row of inputs that are one aligned vector: 4, 2 or none
-  bool points = false;        // eight channels of a position are one aligned vector
-  bool output_pairs = false;  // two neighbours of a row of outputs are one aligned word
-  bool output_runs = false;   // four are one aligned vector
+  int run = 0;                 // neighbours of a row of inputs that are one aligned vector: 4, 2 or none
+  bool points = false;         // eight channels of a position are one aligned vector
+  bool output_pairs = false;   // two neighbours of a row of outputs are one aligned word
+  bool output_runs = false;    // four are one aligned vector
   bool output_points = false;  // four channels of an output are
   Divisor channel_tiles, jobs_of_tile, lines, planes, pitch, next_segment, runs_of_line, taps1;
 };
@@ -299,8 +299,9 @@ __device__ void load_runs(const Convolution<T>& conv, const Wide& wide, const T*
 #pragma unroll
           for (int c = 0; c < 8; ++c) w[c] = pair_of(runs[a][c], p / 2);
           const unsigned which = p % 2 == 0 ? 0x5410 : 0x7632;
-          to[now[a].half * wide.tiling.half + now[a].run * kRun + p] = {__byte_perm(w[0], w[1], which), __byte_perm(w[2], w[3], which),
-                              __byte_perm(w[4], w[5], which), __byte_perm(w[6], w[7], which)};
+          to[now[a].half * wide.tiling.half + now[a].run * kRun + p] = {
+              __byte_perm(w[0], w[1], which), __byte_perm(w[2], w[3], which), __byte_perm(w[4], w[5], which),
+              __byte_perm(w[6], w[7], which)};
         }
   }
 }
@@ -452,8 +453,8 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   __shared__ WideSignals signals;
   const WideTiling& tiling = wide.tiling;
   T* const weight_ring = reinterpret_cast<T*>(memory);
-  const int weight_steps = tiling.keeps_weights() ? tiling.blocks * wide.taps[2] * tiling.segments
-                                                  : tiling.weight_slots * tiling.group;
+  const int weight_steps =
+      tiling.keeps_weights() ? tiling.blocks * wide.taps[2] * tiling.segments : tiling.weight_slots * tiling.group;
   T* const input_ring = weight_ring + weight_steps * kWideWeights<T>;
   int* const tables = reinterpret_cast<int*>(input_ring + tiling.slots * tiling.slot());
   const int taps = wide.taps[2], steps = tiling.segments * taps;

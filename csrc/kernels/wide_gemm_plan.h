@@ -25,7 +25,7 @@ inline constexpr int kWideLoadRegisters = 104, kWideMultiplyRegisters = 200;
 inline constexpr int kWideChannels = 64;    // output channels of a tile
 inline constexpr int kWidePositions = 128;  // of a consumer
 inline constexpr int kWideTile = kWidePositions * kWideConsumers;
-inline constexpr int kWideDepth = 16;     // input channels of a product
+inline constexpr int kWideDepth = 16;  // input channels of a product
 // At most, of a sum that the tensor cores make: what they cut off, 2^-23 of it each time, stays a hundredth of what rounding
 // to a half type does.
 inline constexpr int kWideProducts = 18;
@@ -41,22 +41,22 @@ inline constexpr int64_t kMaxWideSegments = 32;
 // A row of outputs and the inputs beyond its end that they need lie in one line with the next row, so that an offset is a
 // shift. The positions in between are computed for nothing.
 struct WideTiling {
-  int run = 0;                // inputs of a row that are one aligned vector where rows begin with one: 4 or 2
-  int skip = 0;               // points before the first of a line, which begins with a run
-  int pitch = 0;              // from one row to the next, whole runs
-  int segments = 0;           // offsets of the leading two dimensions
-  int points = 0;             // inputs of a segment and channel, whole runs
-  int next_segment = 0;       // from one segment's inputs to the next's: rows of the line, or all points
-  int line = 0;               // points of all segments
-  int half = 0;               // from eight channels of a block to the other eight: odd, so that lanes write both at once
-  int blocks = 0;             // of input channels, each a product deep
-  int depth = 0;              // blocks of a chunk
-  int group = 0;              // steps, an offset of a block each, whose products make a sum
-  int groups = 0;             // of a job
-  int lead = 0;               // groups that one warpgroup is ahead of the other
-  int slots = 0;              // chunks in shared memory
-  int weight_slots = 0;       // and groups of V: all where it stays there from job to job
-  int64_t lines = 0;          // tiles of a plane of outputs
+  int run = 0;           // inputs of a row that are one aligned vector where rows begin with one: 4 or 2
+  int skip = 0;          // points before the first of a line, which begins with a run
+  int pitch = 0;         // from one row to the next, whole runs
+  int segments = 0;      // offsets of the leading two dimensions
+  int points = 0;        // inputs of a segment and channel, whole runs
+  int next_segment = 0;  // from one segment's inputs to the next's: rows of the line, or all points
+  int line = 0;          // points of all segments
+  int half = 0;          // from eight channels of a block to the other eight: odd, so that lanes write both at once
+  int blocks = 0;        // of input channels, each a product deep
+  int depth = 0;         // blocks of a chunk
+  int group = 0;         // steps, an offset of a block each, whose products make a sum
+  int groups = 0;        // of a job
+  int lead = 0;          // groups that one warpgroup is ahead of the other
+  int slots = 0;         // chunks in shared memory
+  int weight_slots = 0;  // and groups of V: all where it stays there from job to job
+  int64_t lines = 0;     // tiles of a plane of outputs
   int64_t channel_tiles = 0;  // of all groups
   int64_t shared_memory = 0;
 
