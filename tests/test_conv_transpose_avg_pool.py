@@ -127,6 +127,13 @@ WIDE = ["wide_taps", "wide_gemm"]
         *(((150, n, 11, 15), (64, 4, 4), WORKLOAD, f16, WIDE) for n in (80, 96)),
         *(((150, n, 11, 15), (64, 4, 4), WORKLOAD, bf16, WIDE) for n in (48, 64)),
         *(((150, 40, 11, 16), (n, 4, 4), WORKLOAD, f16, WIDE) for n in (128, 160)),
+        ((150, 40, 11, 16), (128, 4, 4), WORKLOAD, bf16, WIDE),
+        ((150, 40, 11, 18), (64, 4, 4), WORKLOAD, f16, WIDE),  # runs of two
+        # Outputs before the first input: where rows do not begin with a run, another kernel.
+        *(
+            ((2, 16, 32, 32), (64, 3, 3), {"padding": n, "pool_kernel_size": 1}, f16, launched)
+            for n, launched in ((2, WIDE), (3, GEMM), (4, GEMM), (5, GEMM), (6, WIDE))
+        ),
         # Columns: eight rows a thread, up to four offsets in registers.
         *(((2, 3, n, 31), (3, 3, 3), WORKLOAD, f64, COLUMNS) for n in (8, 9, 10)),
         *(((2, 2, n, 31), (1, 3, 3), WORKLOAD | {"groups": 2}, f16, COLUMNS) for n in (8, 9, 10)),

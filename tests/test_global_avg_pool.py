@@ -65,7 +65,10 @@ CHUNK, CHUNKS = ["chunk_sums"], ["chunk_sums", "finish_mean"]
         # Planes of so many bytes are what 1, 2, 4 and 8 lanes of a tile's 128 threads take at once.
         *(((1, 300, size + i), f32, TILE) for size in (48, 96, 192) for i in (-1, 0, 1)),
         *(((1, 300, 384 + i), f32, TILE) for i in (-1, 1)),
-        *(((1, 2048 + i, 1), f32, TILE) for i in (-1, 0, 1)),  # a tile of 16 rounds
+        # A tile of several rounds, up to 16, where there are two blocks for each of 132 multiprocessors.
+        *(((1, 4 * 264 * 2 + i, 96), f32, TILE) for i in (-1, 0, 1)),
+        ((3, 1500, 48), f32, TILE),
+        *(((1, 128 * 264 * 16 + i, 1), f32, TILE) for i in (-1, 0, 1)),
         *(((1, 9, size + i), f32, CHUNK) for size in (2048, 4096) for i in (-1, 0, 1)),  # 2, then 4 warps
         ((1, 9, 8191), f32, CHUNK),  # 8 warps, one chunk
         ((1, 9, 8193), f32, CHUNKS),
@@ -131,8 +134,8 @@ STREAM, STREAMS = ["column_stream"], ["column_stream", "finish_mean"]
         ((2, 128, 7, 7), f32, STREAM),  # 32 loads side by side
         ((2, 132, 7, 7), f32, STREAM),
         ((2, 1000, 7, 7), bf16, STREAM),
-        *(((2, 20, 64 + i), f32, STREAM) for i in (0, 1)),  # 2 rows of 32, 8 of 16, then 32 of 8
-        *(((2, 68, 256 + i), f32, STREAM) for i in (0, 1)),
+        *(((2, 68, 64 + i), f32, STREAM) for i in (0, 1)),  # up to 32 loads side by side, 16, then 8
+        *(((2, 64, 256 + i), f32, STREAM) for i in (0, 1)),
         ((2, 136, 23, 23), bf16, STREAM),
         *(((2, 4, 512 + i), f32, STREAM) for i in (-1, 0, 1)),  # 4 stages of 4 loads a thread
         *(((2, 8, 1024 + i), f16, launched) for i, launched in ((-1, STREAM), (0, STREAMS))),  # a chunk more
@@ -145,8 +148,10 @@ STREAM, STREAMS = ["column_stream"], ["column_stream", "finish_mean"]
         ),
         *(((1, 12, 32768 + i), f32, launched) for i, launched in ((0, STREAMS), (1, COLUMNS))),  # larger ones
         ((2, 8, 181, 182), f16, COLUMNS),
-        ((1600, 4, 2), f32, STREAM),  # more than the blocks that stay
-        ((30, 1024, 2, 2), f64, STREAM),
+        # More than the blocks that stay: of planes, of chunks, and of planes in two chunks.
+        ((3200, 4, 2), f32, STREAM),
+        ((45, 36, 4096), f32, STREAMS),
+        ((300, 36, 1024), f32, STREAM),
     ],
     ids=str,
 )

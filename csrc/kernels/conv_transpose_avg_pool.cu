@@ -466,6 +466,19 @@ Wide wide_geometry(const AvgPoolProblem& problem, const WideTiling& tiling, cons
   return wide;
 }
 
+// Whether the warpgroups may share out registers: fewer than these, and they would wait for ever.
+template <class T>
+void check_wide_registers(const char* op) {
+  static const int registers = [op] {
+    cudaFuncAttributes attributes = {};
+    check_cuda(op, cudaFuncGetAttributes(&attributes, wide_gemm<T>), "cudaFuncGetAttributes");
+    return attributes.numRegs;
+  }();
+  constexpr int kNeeded = (kWideLoadRegisters + kWideConsumers * kWideMultiplyRegisters) / (1 + kWideConsumers);
+  if (registers < kNeeded)
+    fail(op, "expected wide_gemm to be compiled with ", kNeeded, " registers a thread, got ", registers);
+}
+
 template <class T>
 void launch_wide(const CudaContext& cuda, const AvgPoolPlan& plan, const AvgPoolProblem& problem,
                  const Convolution<T>& conv, const Tensor& like) {
@@ -473,6 +486,7 @@ void launch_wide(const CudaContext& cuda, const AvgPoolPlan& plan, const AvgPool
   auto* weights = static_cast<T*>(workspace.mutable_data_ptr());
   auto* factors = reinterpret_cast<float2*>(static_cast<char*>(workspace.mutable_data_ptr()) + plan.collapsed);
   auto* flags = reinterpret_cast<int*>(factors + problem.out_channels);
+  check_wide_registers<T>("conv_transpose_avg_pool");
   Wide wide = wide_geometry(problem, plan.wide, conv);
   cuda.launch(plan.launch[0], wide_taps<T>, conv, wide, weights, factors, flags, wide_weights(problem, plan.wide));
   const int64_t of_sample = problem.dims[0].output() * plan.wide.lines * plan.wide.channel_tiles;

@@ -117,6 +117,7 @@ inline constexpr int kNarrowColumns = 16;
 inline constexpr int kStreamThreads = 768;  // per multiprocessor, of kColumnThreads a block or fewer
 inline constexpr int kStreamLoads = 4;      // of a stage, of 16 bytes a thread
 inline constexpr int kStreamStages = 4;     // three of them on their way
+constexpr int64_t stream_bytes(int threads) { return int64_t{16} * kStreamStages * kStreamLoads * threads; }
 // Contiguous planes of half types of this many vectors, and of other dtypes what tile_sums would sum. On H200, per cent of the
 // time of a pure read, without and with a stream: float16 (32, 512, 56, 56), 120 and 109, (64, 512, 112, 112), 109 and 102;
 // float32 (32, 512, 56, 56), 105 and 108.
@@ -126,6 +127,7 @@ inline constexpr int64_t kMaxStreamVectors = 2048;
 inline constexpr int64_t kMaxStreamCells = 32768;
 // Up to this many chunks, a block may sum a plane's one after another, where there are planes enough.
 inline constexpr int64_t kStreamWholeChunks = 8;
+static_assert(kStreamWholeChunks <= kChunksAhead);  // one lane of finish_mean adds up as many, in the same order
 // How a block sums a plane: rows of `columns` loads side by side take turns in a chunk of about `cells` cells.
 struct StreamShape {
   int rows, columns;
@@ -136,6 +138,9 @@ constexpr StreamShape stream_shape(int64_t plane) {
   if (plane <= 256) return {8, 16, 256};
   return {32, 8, plane <= 4096 ? 512 : 2048};
 }
+// Where there are several chunks, a thread has at most one channel's sum to go on with.
+static_assert(stream_shape(2 * stream_shape(64).cells).rows >= 8 &&
+              stream_shape(2 * stream_shape(256).cells).rows >= 8);
 
 inline constexpr int64_t kSampleBytes =
     65536;  // a block reads this in about a microsecond, less than another launch takes
@@ -187,7 +192,7 @@ inline GlobalPoolPlan plan_global_avg_pool(const GlobalPoolProblem& problem, con
   const int vector = 16 / problem.itemsize;
   // Blocks that stay: as many on each multiprocessor as make the rounds of items even.
   const auto add_stream = [&](const char* kernel, int64_t items, int threads) {
-    const int64_t bytes = static_cast<int64_t>(threads) * kStreamStages * kStreamLoads * 16;
+    const int64_t bytes = stream_bytes(threads);
     const int64_t most =
         std::clamp<int64_t>(device.shared_memory_per_block / (bytes + 1024), 1, kStreamThreads / threads);
     const auto rounds = [&](int64_t blocks) { return ceil_div(items, blocks * device.multiprocessors) * blocks; };
@@ -197,8 +202,9 @@ inline GlobalPoolPlan plan_global_avg_pool(const GlobalPoolProblem& problem, con
     if (problem.chain) plan.tap_blocks = ceil_div(plan.tap_blocks * 256, threads);
     plan.add(kernel, plan.tap_blocks + std::min(items, resident * device.multiprocessors), threads, bytes);
   };
+  const bool streams = !problem.boxes && stream_bytes(kColumnThreads) + 1024 <= device.shared_memory_per_block;
   const int64_t vectors = problem.plane % vector == 0 ? problem.plane / vector : 0;  // of a contiguous plane
-  if (problem.channels_last && !problem.boxes && problem.channels % vector == 0 && problem.plane > 0 &&
+  if (streams && problem.channels_last && problem.channels % vector == 0 && problem.plane > 0 &&
       problem.plane <= kMaxStreamCells) {
     plan.variant = "stream of channels";
     plan.sum = SumKernel::kColumnStream;
@@ -244,7 +250,7 @@ inline GlobalPoolPlan plan_global_avg_pool(const GlobalPoolProblem& problem, con
     plan.chunks = std::clamp<int64_t>(ceil_div(plane_bytes, kBoxBytes), 1, kMaxChunks);
     const int per_block = kMaxWarps / plan.warps;  // chunks
     plan.add("box_sums", plan.tap_blocks + ceil_div(planes * plan.chunks, per_block), kMaxWarps * 32);
-  } else if (vectors >= kMinStreamVectors && vectors <= kMaxStreamVectors &&
+  } else if (streams && vectors >= kMinStreamVectors && vectors <= kMaxStreamVectors &&
              (problem.itemsize == 2 || plane_bytes <= kTilePlaneBytes)) {
     plan.variant = "stream of planes";
     plan.sum = SumKernel::kPlaneStream;
