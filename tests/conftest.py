@@ -180,12 +180,14 @@ def in_format_of(x: Tensor, values: Tensor) -> Tensor:
 
 
 # Sizes by spatial dimensions, and channels. Together they reach every kernel, on both sides of what chooses among them:
-# planes of many chunks, more channels than a block takes at once, and the taps of upsampling by 2 behind a pool of 2.
-REGIMES = ("small", "large planes", "many channels", "upsampling")
+# planes of many chunks, more channels than a block takes at once, both together as matrix products like them, and the taps
+# of upsampling by 2 behind a pool of 2.
+REGIMES = ("small", "large planes", "many channels", "products", "upsampling")
 LARGEST = {
     "small": {1: 300, 2: 24, 3: 9},
     "large planes": {1: 40000, 2: 200, 3: 34},
     "many channels": {1: 24, 2: 6, 3: 3},
+    "products": {1: 600, 2: 40, 3: 12},
     "upsampling": {1: 300, 2: 80, 3: 40},
 }
 BATCH = st.sampled_from([1, 2, 3, 5, 2, 3, 1, 0])
@@ -197,7 +199,8 @@ def conv_arguments(draw: st.DrawFn) -> dict[str, Any]:
     """Shapes and arguments of a transposed convolution whose output has at least one element a plane."""
     dims, regime = draw(st.integers(1, 3)), draw(st.sampled_from(REGIMES))
     each = lambda strategy: tuple(draw(strategy) for _ in range(dims))  # noqa: E731
-    size = each(st.one_of(st.integers(1, 6), st.integers(1, LARGEST[regime][dims])))
+    largest = LARGEST[regime][dims]
+    size = each(st.one_of(st.integers(largest // 3 if regime == "products" else 1, largest), st.integers(1, 6)))
     groups, channels, per_group = 1, draw(st.integers(1, 5)), draw(st.sampled_from([1, 2, 3, 4, 5, 8, 17]))
     if regime == "upsampling":
         kernel, stride, dilation, padding = [3] * dims, [2] * dims, [1] * dims, each(st.integers(0, 1))
@@ -210,9 +213,12 @@ def conv_arguments(draw: st.DrawFn) -> dict[str, Any]:
             few_in, few_out = draw(st.sampled_from([(False, True), (True, False), (False, False)]))
             channels, per_group = draw(FEW if few_in else MANY), draw(FEW if few_out else MANY)
             groups = min(groups, 2)
+        elif regime == "products":
+            channels, per_group = draw(st.integers(16, 40)), draw(st.sampled_from([48, 63, 64, 65, 72, 128]))
+            groups = min(groups, 2)
         most = (16, 8) if dims == 1 and regime == "small" else (4, 3)
         kernel, stride = each(st.integers(1, most[0])), each(st.integers(1, most[1]))
-        dilation = each(st.integers(1, 3))
+        dilation = each(st.sampled_from([1, 1, 2, 3]))
         output_padding = tuple(draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True))
         padded = draw(st.booleans())  # also by more than dilation * (kernel - 1)
         padding = tuple(
