@@ -180,8 +180,8 @@ def in_format_of(x: Tensor, values: Tensor) -> Tensor:
 
 
 # Sizes by spatial dimensions, and channels. Together they reach every kernel, on both sides of what chooses among them:
-# planes of many chunks, more channels than a block takes at once, both together as matrix products like them, and the taps
-# of upsampling by 2 behind a pool of 2.
+# planes of many chunks, more channels than a block takes at once, many of both as matrix products like them, and the
+# taps of upsampling by 2 behind a pool of 2.
 REGIMES = ("small", "large planes", "many channels", "products", "upsampling")
 LARGEST = {
     "small": {1: 300, 2: 24, 3: 9},
