@@ -85,7 +85,8 @@ inline WideTiling wide_tiling(const AvgPoolProblem& problem, const DevicePropert
   WideTiling tiling;
   const int64_t run = dim2.conv.input % 4 == 0 ? 4 : 2, reach = dim2.offsets().size() - 1;
   const int64_t skip = dim2.offsets().begin & (run - 1);
-  // The points that are skipped are the last ones of the row before, where no input must be that the first row's run needs.
+  // The first run of a row begins with skipped points, which count as the end of the row before: there are inputs at neither
+  // place, unless the first offset lies beyond the first input.
   if (skip > 0 && dim2.offsets().begin > 0) return {};
   const int64_t pitch = round_up(dim2.output() + reach, run), points = round_up(kWideTile + reach + skip, run);
   tiling.run = static_cast<int>(run);
