@@ -718,7 +718,7 @@ class ColumnRuns {
 // plane add up one after another, whether a block has them all or finish_mean reads their sums.
 //
 // On H200, (32, 512, 56, 56) takes 53 us in float32 and 29 in float16 (a pure read: 48 and 26), where column_sums and a second
-// launch took 58 and 37. Half as many rows of twice the loads side by side took 2 us longer in float16: with fewer warps, they
+// launch took 58 and 37. Half as many rows of twice the loads side by side took 1 us longer in float16: with fewer warps, they
 // wait for one another's arithmetic.
 template <class T, class Store>
 __global__ void __launch_bounds__(kColumnThreads, kStreamThreads / kColumnThreads)
