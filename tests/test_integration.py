@@ -144,7 +144,9 @@ def test_calls_reach_every_kernel(dtype: torch.dtype) -> None:
     assert reached == {call: lists[at] if at < len(lists) else lists[0] for call, lists in LAUNCHED.items()}
     sources = (Path(__file__).parent.parent / "csrc" / "kernels").glob("*_plan.h")
     planned = {
-        name for source in sources for name in re.findall(r'(?:plan\.add|collapse)\("(\w+)"', source.read_text())
+        name
+        for source in sources
+        for name in re.findall(r'(?:plan\.add|add_stream|collapse)\("(\w+)"', source.read_text())
     }
     if dtype == torch.float16:
         assert {kernel for kernels in reached.values() for kernel in kernels} == planned
