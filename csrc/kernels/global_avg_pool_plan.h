@@ -79,15 +79,15 @@ enum class SumKernel { kTile, kChunk, kBox, kPlaneStream, kColumn, kColumnStream
 struct GlobalPoolPlan : Plan {
   SumKernel sum = SumKernel::kChunk;
   int64_t chunks = 1;          // partial sums per plane and region
-  int64_t chunk_elements = 0;  // kChunk and, of a channel, kStream
-  int warps = 1;               // kChunk, kBox and whole samples: per chunk
+  int64_t chunk_elements = 0;  // kChunk, and kColumnStream: of a channel
+  int warps = 1;               // kChunk, kBox, kPlaneStream and whole samples: per chunk
   int lanes = 1;               // kTile and finish_mean: per plane
   int planes = 1;              // kTile: per block
-  int width = 1;               // kBox and kColumn: elements per load
-  int columns = 1;             // kColumn and kStream: loads side by side, which a block's row of threads takes
-  int64_t channel_blocks = 1;  // kColumn and kStream: blocks side by side, for all channels
-  int64_t items = 0;           // kStream: what its blocks share
-  bool whole_planes = false;   // kStream: an item is all chunks of a plane
+  int width = 1;               // kBox, kColumn and the streams: elements per load
+  int columns = 1;             // kColumn and kColumnStream: loads side by side, which a block's row of threads takes
+  int64_t channel_blocks = 1;  // kColumn and kColumnStream: blocks side by side, for all channels
+  int64_t items = 0;           // kColumnStream: what its blocks share
+  bool whole_planes = false;   // kColumnStream: an item is all chunks of a plane
   int64_t tap_blocks = 0;      // leading blocks of the summing kernel that sum the weight's taps instead
   int64_t column_blocks = 1;   // finishing blocks per sample
 };
