@@ -168,13 +168,18 @@ def test_channels_last_boundaries(
     assert torch.equal(torch.cat(alone), means)
 
 
-WHOLE, TILES = ["whole_sample"], ["tile_sums", "finish"]
-CHUNKED, BOXES = ["chunk_sums", "finish"], ["box_sums", "finish"]
+WHOLE, TILES, CHUNKED, BOXES = "whole_sample", "tile_sums", "chunk_sums", "box_sums"
+
+
+def chain(op: str, sums: str) -> list[str]:
+    """The kernels of a chain of few weights, by the one that sums its planes."""
+    finish = [] if sums == WHOLE else ["finish_logsumexp" if op == A else "finish"]
+    return [sums, *finish]
 
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize(
-    ("shape", "weight", "kwargs", "dtype", "launched"),
+    ("shape", "weight", "kwargs", "dtype", "sums"),
     [
         ((2, 3, 5), (2, 3), {}, f32, WHOLE),
         ((2, 4, 64, 64), (31, 3, 3), {}, f32, WHOLE),  # 65536 bytes a sample
@@ -193,7 +198,7 @@ CHUNKED, BOXES = ["chunk_sums", "finish"], ["box_sums", "finish"]
         ((1, 257, 23, 23), (3, 16), {}, f32, CHUNKED),
         ((2, 64, 23, 23), (127, 3), {}, f32, CHUNKED),  # 128 output channels a block
         ((1, 65, 23, 23), (128, 3), {}, f64, CHUNKED),
-        ((1, 4, 8200), (129, 2), {"groups": 2}, f16, ["plane_stream", "finish"]),
+        ((1, 4, 8200), (129, 2), {"groups": 2}, f16, "plane_stream"),
         ((2, 3, 4, 4), (2, 3, 3), {"padding": 1}, f32, BOXES),
         ((1, 9, 32, 32), (3, 3, 3), {"padding": 1}, f32, BOXES),  # 4096 bytes: one warp, and 8 planes a block
         ((1, 9, 32, 33), (3, 3, 3), {"padding": 1}, f32, BOXES),
@@ -222,25 +227,25 @@ def test_chain_boundaries(
     weight: tuple[int, ...],
     kwargs: dict[str, int],
     dtype: torch.dtype,
-    launched: list[str],
+    sums: str,
 ) -> None:
     groups = kwargs.get("groups", 1)
     kernel = (*weight[1:], *[1] * (len(shape) - 1 - len(weight)))
     x, w = inputs.input(*shape, dtype=dtype), inputs.weight(shape[1], weight[0], *kernel, dtype=dtype)
     bias = inputs.channels(weight[0] * groups, dtype=dtype)
-    assert kernels(A0, x, w, bias, **kwargs) == launched
-    assert kernels(A, x, w, bias, **kwargs) == launched
+    for op in (A0, A):
+        assert kernels(op, x, w, bias, **kwargs) == chain(op, sums)
     check(A0, x, w, bias, **kwargs, scale=bias, against_eager=False)
     check(A, x, w, bias, **kwargs, shift=bias, out_scale=10.0, against_eager=False)
 
 
-COLUMN_CHAIN, STREAM_CHAIN = ["column_sums", "finish"], ["column_stream", "finish"]
+COLUMN_CHAIN, STREAM_CHAIN = "column_sums", "column_stream"
 
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("padding", [0, 1])
 @pytest.mark.parametrize(
-    ("shape", "weight", "kwargs", "dtype", "launched"),
+    ("shape", "weight", "kwargs", "dtype", "sums"),
     [
         ((2, 3, 5), (2, 3), {}, f32, WHOLE),
         ((2, 600, 3), (5, 3), {}, f32, WHOLE),  # 512 channels at a time
@@ -261,15 +266,49 @@ def test_channels_last_chains(
     weight: tuple[int, ...],
     kwargs: dict[str, int],
     dtype: torch.dtype,
-    launched: list[str],
+    sums: str,
     padding: int,
 ) -> None:
     x = channels_last(inputs.input(*shape, dtype=dtype))
     w = inputs.weight(shape[1], *weight, *[1] * (len(shape) - 1 - len(weight)), dtype=dtype)
     bias = inputs.channels(weight[0] * kwargs.get("groups", 1), dtype=dtype)
-    assert kernels(A, x, w, bias, **kwargs, padding=padding) == (COLUMN_CHAIN if padding else launched)
+    assert kernels(A0, x, w, bias, **kwargs, padding=padding) == chain(A0, COLUMN_CHAIN if padding else sums)
     check(A0, x, w, bias, **kwargs, padding=padding, scale=bias, against_eager=False)
     check(A, x, w, bias, **kwargs, padding=padding, shift=bias, out_scale=10.0, against_eager=False)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize(
+    ("batch", "weight", "kwargs", "finish"),
+    [
+        # 128 output channels a block, or 32 where no logsumexp follows
+        *((2, (co, 2), {}, ["finish_logsumexp"]) for co in (31, 32, 33, 127, 128, 129)),
+        # the most weights that one block reads, 32768, with 256 of the depth at a time
+        (2, (512, 2), {}, ["finish_logsumexp"]),
+        (2, (513, 2), {}, ["finish", "logsumexp_rows"]),
+        (2, (1030, 2), {}, ["finish", "logsumexp_rows"]),
+        (3, (128, 3), {"padding": 1, "groups": 2}, ["finish_logsumexp"]),
+        (3, (129, 5), {"padding": 2}, ["finish", "logsumexp_rows"]),
+        # from the second on, a block takes four samples
+        *((batch, (65, 2), {}, ["finish_logsumexp"]) for batch in (132, 133, 134, 135, 136)),
+        *((batch, (513, 2), {}, ["finish", "logsumexp_rows"]) for batch in (23, 24, 26)),
+    ],
+    ids=str,
+)
+def test_finish_boundaries(
+    inputs: Inputs, batch: int, weight: tuple[int, ...], kwargs: dict[str, int], finish: list[str]
+) -> None:
+    x, w = inputs.input(batch, 64, 260), inputs.weight(64, *weight)
+    bias = inputs.channels(weight[0] * kwargs.get("groups", 1))
+    assert kernels(A, x, w, bias, **kwargs)[1:] == finish
+    assert kernels(A0, x, w, bias, **kwargs)[1:] == ["finish"]
+    for op in (A0, A):
+        result = check(op, x, w, bias, **kwargs, shift=bias, against_eager=False)
+        # Its bits do not depend on how many samples a block takes.
+        for n in (0, batch // 2, batch - 1):
+            assert torch.equal(
+                getattr(fused_kernels, op)(x[n : n + 1], w, bias, **kwargs, shift=bias), result[n : n + 1]
+            )
 
 
 # ---- values --------------------------------------------------------------------------------------------------------

@@ -79,6 +79,7 @@ CALLS: dict[str, tuple[str, Callable[[Inputs, torch.dtype], Arguments]]] = {
     "A0, columns": (A0, lambda i, t: _channels_last(_chain(i, t, (3, 20, 9, 11), (9, 3, 3), padding=1))),
     "A, small": (A, lambda i, t: _chain(i, t, (5, 3, 17), (40, 3), out_scale=10.0)),
     "A, border": (A, lambda i, t: _chain(i, t, (3, 4, 70, 61), (9, 3, 3), padding=2, dilation=2, out_scale=10.0)),
+    "A, rows": (A, lambda i, t: _chain(i, t, (3, 70, 9), (470, 3), out_scale=10.0)),
     "B, staged": (
         B,
         lambda i, t: _chain(i, t, (3, 3, 4, 9, 35), (17, 3, 3, 3), stride=2, padding=1, factors=B_FACTORS),
@@ -116,7 +117,8 @@ LAUNCHED: dict[str, tuple[list[str], ...]] = {
     "A0, channels": (["column_stream", "finish"],),
     "A0, columns": (["column_sums", "finish"],),
     "A, small": (["whole_sample"],),
-    "A, border": (["box_sums", "finish"],),
+    "A, border": (["box_sums", "finish_logsumexp"],),
+    "A, rows": (["tile_sums", "finish", "logsumexp_rows"],),
     "B, staged": (["staged_conv"], ["split_taps", "implicit_gemm"]),
     "B, pixels": (["staged_conv"], ["split_taps", "implicit_gemm"]),
     "B, product": (["split_taps", "implicit_gemm"],),
@@ -910,7 +912,7 @@ def test_plan_of_workload_a() -> None:
     x, w = torch.empty(16, 64, 512, 512, device="meta"), torch.empty(64, 128, 3, 3, device="meta")
     plan = fused_kernels.plan(A, x, w, torch.empty(128, device="meta"), shift=torch.empty(128, 1, 1, device="meta"))
     assert plan.bytes_read == 4 * (x.numel() + w.numel()) and plan.bytes_written == 4 * 16
-    assert [launch.kernel for launch in plan.launches] == ["chunk_sums", "finish"]
+    assert [launch.kernel for launch in plan.launches] == ["chunk_sums", "finish_logsumexp"]
     first, last = plan.launches
     assert first.grid * first.block >= 16 * 64 and last.grid == 16 and last.programmatic
     assert plan.operations > x.numel() and 0 < plan.workspace < 4 * x.numel() / 1000

@@ -219,14 +219,14 @@ constexpr int kChunkBlocks = sizeof(T) > 2               ? 4
                              : std::is_same_v<T, __half> ? 6
                                                          : 5;
 
-template <class Acc, class T>
-__device__ double strided_sum(const T* x, int64_t n, int lane, int lanes) {
+template <class Acc, class T, class Index>
+__device__ double strided_sum(const T* x, Index n, int lane, int lanes) {
   constexpr int kLoads = kUnroll<T>;
   constexpr int kSize = Vector<T>::kSize;
   const bool whole_vectors = is_vector_aligned(x) && n % kSize == 0;
-  const int64_t step = static_cast<int64_t>(lanes) * kSize;
+  const Index step = static_cast<Index>(lanes) * kSize;
   double total = 0;
-  for (int64_t base = static_cast<int64_t>(lane) * kSize; base < n; base += step * kLoads) {
+  for (Index base = static_cast<Index>(lane) * kSize; base < n; base += step * kLoads) {
     Acc sums[kLoads];
     if (whole_vectors) {
       // Not by unpack: with that, the compiler moves the last load of bfloat16 behind the sum of the others, and 103 per cent
@@ -244,7 +244,7 @@ __device__ double strided_sum(const T* x, int64_t n, int lane, int lanes) {
         Acc values[kSize];
 #pragma unroll
         for (int q = 0; q < kSize; ++q) {
-          const int64_t i = base + u * step + q;
+          const Index i = base + u * step + q;
           values[q] = i < n ? to_accumulator(x[i]) : Acc(0);
         }
         sums[u] = tree_sum(values);
@@ -255,8 +255,8 @@ __device__ double strided_sum(const T* x, int64_t n, int lane, int lanes) {
   if constexpr (kMayOverflow<T, Acc>)
     if (!isfinite(total)) {
       total = 0;
-      for (int64_t base = static_cast<int64_t>(lane) * kSize; base < n; base += step)
-        total += wide_sum(x + base, min(static_cast<int64_t>(kSize), n - base));
+      for (Index base = static_cast<Index>(lane) * kSize; base < n; base += step)
+        total += wide_sum(x + base, min(static_cast<Index>(kSize), n - base));
     }
   return total;
 }
@@ -948,45 +948,44 @@ __global__ void finish_mean(const double* __restrict__ sums,  // (planes, chunks
 // log(sum of exp) seen so far: maximum + log(sum). A NaN lives in the sum, since a maximum would lose it. In float64 for
 // every dtype: float32's exp and log left the result up to 1.1 units in the last place off, more than eager's.
 struct RunningLogSumExp {
-  double maximum = -INFINITY;
-  double sum = 0;
+  double maximum, sum;  // -inf and 0 of nothing
 
   // Equal maxima have factor 1 by definition, which keeps infinities from meeting themselves.
-  __device__ void rescale(double larger) {
-    if (sum != 0 && maximum != larger) sum *= exp(maximum - larger);
-    maximum = larger;
+  __device__ static double factor(double maximum, double larger) {
+    return maximum == larger ? 1.0 : exp(maximum - larger);
   }
   __device__ void add(double x) {
-    const bool is_nan = x != x;
-    rescale(fmax(maximum, x));
-    if (is_nan)
-      sum = x;
-    else if (x != -INFINITY)
-      sum += x == maximum ? 1.0 : exp(x - maximum);
+    const double larger = fmax(maximum, x);
+    if (sum != 0) sum *= factor(maximum, larger);
+    maximum = larger;
+    if (x != -INFINITY) sum += factor(x, larger);
   }
-  template <int kLanes>
-  __device__ void add_lanes() {
-    double larger = maximum;
-#pragma unroll
-    for (int offset = kLanes / 2; offset > 0; offset /= 2)
-      larger = fmax(larger, __shfl_xor_sync(0xffffffffu, larger, offset));
-    rescale(larger);
-    sum = group_sum(sum, kLanes);
-  }
-  __device__ double value() const { return maximum + log(sum); }
 };
+
+// That of kCount of them together, in every lane of a warp.
+template <int kCount>
+__device__ double logsumexp_of(const RunningLogSumExp (&parts)[kCount]) {
+  const int lane = threadIdx.x % 32;
+  double maximum = -INFINITY, sum = 0;
+#pragma unroll
+  for (int i = lane; i < kCount; i += 32) maximum = fmax(maximum, parts[i].maximum);
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) maximum = fmax(maximum, __shfl_xor_sync(0xffffffffu, maximum, offset));
+#pragma unroll 1
+  for (int i = lane; i < kCount; i += 32) sum += parts[i].sum * RunningLogSumExp::factor(parts[i].maximum, maximum);
+  return maximum + log(warp_sum(sum));
+}
 
 // The channel axis of a chain, and what happens on it.
 template <class T>
 struct Channels {
   int64_t in_channels, out_channels, groups, regions;
-  int64_t per_group;     // output channels
-  int64_t group_blocks;  // blocks of kColumns output channels per group
-  int64_t depth;         // input channels per group, times regions
-  double output_size;    // elements of the transposed convolution's output plane
+  int64_t per_group;         // output channels
+  int64_t group_runs, runs;  // of as many output channels as a block computes at once: of a group, and of all
+  int64_t depth;             // input channels per group, times regions
+  double output_size;        // elements of the transposed convolution's output plane
   ChannelParam bias, scale, shift;
   double out_scale;
-  T* output;  // (N, C_out), or (N, 1) with logsumexp
 
   __device__ static double load(const ChannelParam& param, int64_t c) {
     return param.data ? static_cast<double>(to_accumulator(static_cast<const T*>(param.data)[c * param.stride]))
@@ -999,140 +998,199 @@ struct Channels {
   __device__ Affine affine(int64_t c) const { return {load(bias, c), load(scale, c), load(shift, c)}; }
 };
 
-// The whole block turns the plane sums of one sample into its output. Its threads are kColumns output channels times
-// kSlices slices of the depth, which runs over input channels and regions: weight_at(k, j) gives U, fill(k, count, sums)
-// puts plane sums into shared memory; neither is called before ready(). Everything is asked for as early as it is there,
-// the parameters before ready() and the first weights before the sums, so that all are under way at once.
-template <class T, bool kLogSumExp>
+// Turns the plane sums of kSamples samples into their values at the output channels, a run of kColumns of them after
+// another: those of number `first`, first + step and so on. A block's threads are the columns of a run times kSlices slices
+// of the depth, which runs over input channels and regions. depth_sums(first, count) gives those plane sums in shared memory,
+// the samples kFinishDepth apart; it and tap_sums hold from ready() on. store(s, channel, value) takes what comes out, of one
+// sample and column in each thread that is given any. Everything is asked for as early as it is there, the parameters before
+// ready() and the first weights before the sums, so that all are under way at once.
+template <class T, int kColumns, int kSlices, int kAhead, int kSamples>
 struct SampleFinisher {
-  double sums[kFinishDepth];
-  double dots[kSlices][kColumns];
-  double2 warp_results[kColumns / 32];
+  static_assert(kSamples <= kSlices);
+  double dots[kSamples][kSlices][kColumns];
 
-  template <class Ready, class WeightAt, class Fill>
-  __device__ void run(const Channels<T>& channels, int64_t sample, int64_t first_block, int64_t blocks,
-                      const Ready& ready, const WeightAt& weight_at, const Fill& fill) {
-    constexpr int kAhead = 16;
+  template <class Ready, class DepthSums, class Store>
+  __device__ void run(const Channels<T>& channels, int64_t first, int64_t step, const double* tap_sums,
+                      const Ready& ready, const DepthSums& depth_sums, const Store& store) {
     const int64_t per_group = channels.per_group, depth = channels.depth;
     const int column = threadIdx.x % kColumns, slice = threadIdx.x / kColumns;
-    RunningLogSumExp running;
-    for (int64_t block = first_block; block < first_block + blocks; ++block) {
-      const int64_t group = block / channels.group_blocks, j = block % channels.group_blocks * kColumns + column;
-      const int64_t channel = group * per_group + j;
+#pragma unroll 1
+    for (int64_t run = first; run < channels.runs; run += step) {
+      const int64_t group = channels.groups == 1 ? 0 : run / channels.group_runs;
+      const int64_t j = (run - group * channels.group_runs) * kColumns + column, channel = group * per_group + j;
+      const bool exists = j < per_group, stores = slice < kSamples && exists;
       typename Channels<T>::Affine affine;
-      if (slice == 0 && j < per_group) affine = channels.affine(channel);
-      if (block == first_block) ready();
-      double dot = 0;
-      for (int64_t first = 0; first < depth; first += kFinishDepth) {
-        const int count = static_cast<int>(min(static_cast<int64_t>(kFinishDepth), depth - first));
-        double weights[kAhead];
+      if (stores) affine = channels.affine(channel);
+      if (run == first) ready();
+      double sums_of[kSamples] = {};
+      const double* next = tap_sums + (group * depth + slice) * per_group + j;
+#pragma unroll 1
+      for (int64_t k0 = 0; k0 < depth; k0 += kFinishDepth) {
+        const int count = static_cast<int>(min(static_cast<int64_t>(kFinishDepth), depth - k0));
+        const double* sums = nullptr;
+#pragma unroll 1
         for (int begin = 0; begin < count; begin += kAhead * kSlices) {
+          double weights[kAhead];
 #pragma unroll
           for (int u = 0; u < kAhead; ++u) {
-            const int k = begin + u * kSlices + slice;
-            weights[u] = k < count && j < per_group ? weight_at(group * depth + first + k, j) : 0.0;
+            weights[u] = exists && begin + u * kSlices + slice < count ? *next : 0.0;
+            next += kSlices * per_group;
           }
-          if (begin == 0) {
-            __syncthreads();
-            fill(group * depth + first, count, sums);
-            __syncthreads();
-          }
+          if (begin == 0) sums = depth_sums(group * depth + k0, count) + slice;
 #pragma unroll
-          for (int u = 0; u < kAhead; ++u) {
-            const int k = begin + u * kSlices + slice;
-            if (k < count) dot += weights[u] * sums[k];
-          }
+          for (int u = 0; u < kAhead; ++u)
+            if (begin + u * kSlices + slice < count) {
+#pragma unroll
+              for (int s = 0; s < kSamples; ++s)
+                sums_of[s] += weights[u] * sums[s * kFinishDepth + begin + u * kSlices];
+            }
         }
       }
-      dots[slice][column] = dot;
-      __syncthreads();
-      if (slice == 0 && j < per_group) {
 #pragma unroll
-        for (int other = 1; other < kSlices; ++other) dot += dots[other][column];
-        const double value = affine(dot / channels.output_size);
-        if constexpr (kLogSumExp)
-          running.add(value);
-        else
-          channels.output[sample * channels.out_channels + channel] = from_double<T>(value);
+      for (int s = 0; s < kSamples; ++s) dots[s][slice][column] = sums_of[s];
+      __syncthreads();
+      if (stores) {
+        double dot = dots[slice][0][column];
+#pragma unroll
+        for (int other = 1; other < kSlices; ++other) dot += dots[slice][other][column];
+        store(slice, channel, affine(dot / channels.output_size));
       }
       __syncthreads();
-    }
-    if constexpr (kLogSumExp) {
-      if (slice != 0) return;
-      running.template add_lanes<32>();
-      if (column % 32 == 0) warp_results[column / 32] = {running.maximum, running.sum};
-      asm volatile("bar.sync 1, %0;" ::"n"(kColumns) : "memory");  // the threads of slice 0
-      if (threadIdx.x >= 32) return;
-      running = {warp_results[column % (kColumns / 32)].x, warp_results[column % (kColumns / 32)].y};
-      running.template add_lanes<kColumns / 32>();
-      if (column == 0) channels.output[sample] = from_double<T>(running.value() * channels.out_scale);
     }
   }
 };
 
-// Behind the kernel that sums the planes: `column_blocks` blocks per sample, one where all channels meet in a logsumexp.
-template <class T, bool kLogSumExp>
-__global__ void __launch_bounds__(kFinishThreads, 2)
+// The plane sums of some samples, from number `sample` on, as SampleFinisher wants them: `lanes` lanes add up the partial sums
+// of a plane or region.
+template <int kSamples, int kThreads>
+struct ChunkSums {
+  double (&shared)[kSamples][kFinishDepth];
+  const double* plane_sums;  // (N, depth of all groups, chunks)
+  int64_t sample, batch, sample_depth, chunks;
+  int lanes;
+  int64_t filled = -1;  // what those in shared memory begin with
+
+  __device__ const double* operator()(int64_t first, int count) {
+    if (first == filled) return shared[0];
+    filled = first;
+    __syncthreads();
+#pragma unroll 1
+    for (int s = 0; s < kSamples && sample + s < batch; ++s) {
+      const double* sums = plane_sums + ((sample + s) * sample_depth + first) * chunks;
+#pragma unroll 1
+      for (int k = threadIdx.x / lanes; k < round_up(count, 32); k += kThreads / lanes) {
+        const double sum = sum_of_chunks(sums + k * chunks, k < count ? chunks : 0, threadIdx.x % lanes, lanes);
+        if (threadIdx.x % lanes == 0 && k < count) shared[s][k] = sum;
+      }
+    }
+    __syncthreads();
+    return shared[0];
+  }
+};
+
+// Behind the kernel that sums the planes: a block takes a run of channels of kSamples samples. Value is T, or double where a
+// logsumexp follows.
+template <class T, class Value, int kSamples>
+__global__ void __launch_bounds__(kFinishThreads, kFinishBlocks)
     finish(const double* __restrict__ plane_sums,  // (N, C_in, regions, chunks)
            const double* __restrict__ tap_sums,    // (C_in, regions, C_out/groups)
-           int64_t chunks, int64_t column_blocks, const __grid_constant__ Channels<T> channels) {
-  __shared__ SampleFinisher<T, kLogSumExp> finisher;
-  const int64_t sample = blockIdx.x / static_cast<unsigned>(column_blocks);
-  const double* sample_sums = plane_sums + sample * channels.in_channels * channels.regions * chunks;
-  // Lanes per sum: as many as there are threads for.
-  int width = 1;
-  while (width < chunks && width < 32 &&
-         2 * width * min(channels.depth, static_cast<int64_t>(kFinishDepth)) <= kFinishThreads)
-    width *= 2;
-  const auto weight_at = [&](int64_t k, int64_t j) { return tap_sums[k * channels.per_group + j]; };
-  const auto fill = [&](int64_t first, int count, double* sums) {
-    for (int k = threadIdx.x / width; k < (count + 31) / 32 * 32; k += kFinishThreads / width) {
-      const double sum =
-          sum_of_chunks(sample_sums + (first + k) * chunks, k < count ? chunks : 0, threadIdx.x % width, width);
-      if (threadIdx.x % width == 0 && k < count) sums[k] = sum;
-    }
-  };
-  finisher.run(channels, sample, kLogSumExp ? 0 : blockIdx.x % static_cast<unsigned>(column_blocks),
-               kLogSumExp ? channels.groups * channels.group_blocks : 1, wait_for_previous_launch, weight_at, fill);
+           Value* output,                          // (N, C_out)
+           int64_t batch, int64_t chunks, int lanes, const __grid_constant__ Channels<T> channels) {
+  __shared__ SampleFinisher<T, kFinishColumns, kFinishThreads / kFinishColumns, 8, kSamples> finisher;
+  __shared__ double shared[kSamples][kFinishDepth];
+  allow_next_launch();
+  const auto runs = static_cast<unsigned>(channels.runs);
+  const int64_t sample = static_cast<int64_t>(blockIdx.x / runs) * kSamples;
+  ChunkSums<kSamples, kFinishThreads> sums{shared, plane_sums, sample, batch, channels.in_channels * channels.regions,
+                                           chunks, lanes};
+  finisher.run(
+      channels, blockIdx.x % runs, runs, tap_sums, wait_for_previous_launch,
+      [&](int64_t first, int count) { return sums(first, count); },
+      [&](int s, int64_t channel, double value) {
+        if (sample + s < batch) output[(sample + s) * channels.out_channels + channel] = from_double<Value>(value);
+      });
+}
+
+// The same with all channels in one block, where they meet in a logsumexp. Alone on its multiprocessor with one sample, it
+// spills no registers: spilling, it took 2 us longer.
+template <class T, int kSamples>
+__global__ void __launch_bounds__(kSampleThreads, kSamples == 1 ? 1 : kSampleBlocks)
+    finish_logsumexp(const double* __restrict__ plane_sums, const double* __restrict__ tap_sums,
+                     T* output,  // (N)
+                     int64_t batch, int64_t chunks, int lanes, const __grid_constant__ Channels<T> channels) {
+  __shared__ SampleFinisher<T, kSampleColumns, kSampleThreads / kSampleColumns, 16 / kSamples, kSamples> finisher;
+  __shared__ double shared[kSamples][kFinishDepth];
+  __shared__ RunningLogSumExp parts[kSamples][kSampleColumns];
+  const int64_t sample = static_cast<int64_t>(blockIdx.x) * kSamples;
+  ChunkSums<kSamples, kSampleThreads> sums{shared, plane_sums, sample, batch, channels.in_channels * channels.regions,
+                                           chunks, lanes};
+  RunningLogSumExp running{-INFINITY, 0};
+  finisher.run(
+      channels, 0, 1, tap_sums, wait_for_previous_launch, [&](int64_t first, int count) { return sums(first, count); },
+      [&](int, int64_t, double value) { running.add(value); });
+  const int s = threadIdx.x / kSampleColumns, warp = threadIdx.x / 32;
+  if (s < kSamples) parts[s][threadIdx.x % kSampleColumns] = running;
+  __syncthreads();
+  if (warp < kSamples && sample + warp < batch) {
+    const double value = logsumexp_of(parts[warp]);
+    if (threadIdx.x % 32 == 0) output[sample + warp] = from_double<T>(value * channels.out_scale);
+  }
+}
+
+// Behind `finish`, where the weights of all channels are many: a block takes a sample.
+template <class T>
+__global__ void __launch_bounds__(kRowThreads) logsumexp_rows(const double* __restrict__ values,  // (N, C_out)
+                                                              int64_t channels, double out_scale, T* output) {
+  __shared__ RunningLogSumExp parts[kRowThreads];
+  wait_for_previous_launch();
+  const double* row = values + static_cast<int64_t>(blockIdx.x) * channels;
+  RunningLogSumExp running{-INFINITY, 0};
+#pragma unroll 4
+  for (int64_t c = threadIdx.x; c < channels; c += kRowThreads) running.add(row[c]);
+  parts[threadIdx.x] = running;
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  const double value = logsumexp_of(parts);
+  if (threadIdx.x == 0) output[blockIdx.x] = from_double<T>(value * out_scale);
 }
 
 // One block per sample does all of it, where a sample is small. Its sums are float64 throughout: of few outputs the largest
 // error is luck, so that what is better than eager on average would not be enough.
 template <class T, bool kLogSumExp>
-__global__ void __launch_bounds__(kFinishThreads, 2)
+__global__ void __launch_bounds__(kSampleThreads, kSampleBlocks)
     whole_sample(const T* __restrict__ input,  // (N, C_in, plane), or (N, plane, C_in) with `channels_last`
-                 int64_t plane, bool channels_last, int warps, const __grid_constant__ Channels<T> channels,
-                 const __grid_constant__ TapSums<T> taps) {
-  __shared__ SampleFinisher<T, kLogSumExp> finisher;
-  __shared__ double shared[1][kFinishThreads];
-  extern __shared__ __align__(16) double plane_sums[];   // (C_in)
-  double* tap_sums = plane_sums + channels.in_channels;  // (C_in, C_out/groups)
+                 int plane, bool channels_last, int warps,
+                 T* output,  // (N, C_out), or (N) with kLogSumExp
+                 const __grid_constant__ Channels<T> channels, const __grid_constant__ TapSums<T> taps) {
+  __shared__ SampleFinisher<T, kSampleColumns, kSampleThreads / kSampleColumns, 4, 1> finisher;
+  __shared__ RunningLogSumExp parts[kSampleColumns];
+  __shared__ double shared[1][kSampleThreads];
+  extern __shared__ __align__(16) double plane_sums[];  // (C_in)
+  const int in_channels = static_cast<int>(channels.in_channels);
+  double* tap_sums = plane_sums + in_channels;  // (C_in, C_out/groups)
   const int64_t sample = blockIdx.x;
-  const T* x = input + sample * channels.in_channels * plane;
+  const T* x = input + sample * in_channels * plane;
   const auto sum_planes = [&] {
     // `columns` planes at a time, with a row of threads for each of their parts.
-    const int columns = channels_last
-                            ? static_cast<int>(min(static_cast<int64_t>(kFinishThreads), channels.in_channels))
-                            : kFinishThreads / 32 / warps;
+    const int columns = channels_last ? min(kSampleThreads, in_channels) : kSampleThreads / 32 / warps;
     const int lanes = warps * 32, lane = threadIdx.x % lanes;
-    for (int64_t first = 0; first < channels.in_channels; first += columns) {
+#pragma unroll 1
+    for (int first = 0; first < in_channels; first += columns) {
       if (channels_last) {
-        const int rows = kFinishThreads / columns, row = threadIdx.x / columns;
-        const int64_t channel = first + threadIdx.x % columns;
+        const int rows = kSampleThreads / columns, row = threadIdx.x / columns;
+        const int channel = first + threadIdx.x % columns;
         double sum[1] = {};
-        if (row < rows && channel < channels.in_channels)
-          cell_sums<double, 1>(x + channel, LineWalk(row, rows, channels.in_channels), rows_share(plane, row, rows),
-                               sum);
+        if (row < rows && channel < in_channels)
+          cell_sums<double, 1>(x + channel, LineWalk(row, rows, in_channels), rows_share(plane, row, rows), sum);
         add_rows(sum, shared, row, rows, columns);
-        if (row == 0 && channel < channels.in_channels) plane_sums[channel] = sum[0];
+        if (row == 0 && channel < in_channels) plane_sums[channel] = sum[0];
       } else {
-        const int64_t channel = first + threadIdx.x / lanes;
-        double sum =
-            channel < channels.in_channels ? strided_sum<double>(x + channel * plane, plane, lane, lanes) : 0.0;
+        const int channel = first + threadIdx.x / lanes;
+        double sum = channel < in_channels ? strided_sum<double>(x + channel * plane, plane, lane, lanes) : 0.0;
         sum = warp_sum(sum);
         if (threadIdx.x % 32 == 0) shared[0][threadIdx.x / 32] = sum;
         __syncthreads();
-        if (threadIdx.x < columns && first + threadIdx.x < channels.in_channels) {
+        if (threadIdx.x < columns && first + threadIdx.x < in_channels) {
           sum = 0;
           for (int w = 0; w < warps; ++w) sum += shared[0][threadIdx.x * warps + w];
           plane_sums[first + threadIdx.x] = sum;
@@ -1143,15 +1201,27 @@ __global__ void __launch_bounds__(kFinishThreads, 2)
   };
   // From the last thread on, since the first warps have most of the planes to read.
   const auto ready = [&] {
-    for (int64_t pair = kFinishThreads - 1 - threadIdx.x; pair < taps.pairs; pair += kFinishThreads)
+    const int pairs = static_cast<int>(taps.pairs);
+    for (int pair = kSampleThreads - 1 - threadIdx.x; pair < pairs; pair += kSampleThreads)
       tap_sums[pair] = taps.all_taps(pair, 0, 1);
     sum_planes();
   };
-  const auto weight_at = [&](int64_t k, int64_t j) { return tap_sums[k * taps.per_group + j]; };
-  const auto fill = [&](int64_t first, int count, double* sums) {
-    for (int k = threadIdx.x; k < count; k += kFinishThreads) sums[k] = plane_sums[first + k];
-  };
-  finisher.run(channels, sample, 0, channels.groups * channels.group_blocks, ready, weight_at, fill);
+  RunningLogSumExp running{-INFINITY, 0};
+  finisher.run(
+      channels, 0, 1, tap_sums, ready, [&](int64_t first, int) { return plane_sums + first; },
+      [&](int, int64_t channel, double value) {
+        if constexpr (kLogSumExp)
+          running.add(value);
+        else
+          output[sample * channels.out_channels + channel] = from_double<T>(value);
+      });
+  if constexpr (kLogSumExp) {
+    if (threadIdx.x < kSampleColumns) parts[threadIdx.x] = running;
+    __syncthreads();
+    if (threadIdx.x >= 32) return;
+    const double value = logsumexp_of(parts);
+    if (threadIdx.x == 0) output[sample] = from_double<T>(value * channels.out_scale);
+  }
 }
 
 // ---- Host --------------------------------------------------------------------------------------------------------
@@ -1276,14 +1346,15 @@ Tensor run_chain(const char* op, bool logsumexp, const Tensor& input, const Tens
                                conv.groups,
                                problem.regions,
                                per_group,
-                               ceil_div(per_group, kColumns),
+                               ceil_div(per_group, plan.finish_columns),
+                               conv.groups * ceil_div(per_group, plan.finish_columns),
                                conv.in_channels / conv.groups * problem.regions,
                                float_product(conv.output),
                                channel_param(bias, 0.0),
                                channel_param(scale, 1.0),
                                channel_param(shift, 0.0),
-                               out_scale,
-                               static_cast<T*>(output.mutable_data_ptr())};
+                               out_scale};
+    T* const result = static_cast<T*>(output.mutable_data_ptr());
     TapSums<T> taps{static_cast<const T*>(w.const_data_ptr()),
                     nullptr,
                     plan.tap_blocks,
@@ -1292,8 +1363,8 @@ Tensor run_chain(const char* op, bool logsumexp, const Tensor& input, const Tens
                     problem.taps};
     const T* data = static_cast<const T*>(x.const_data_ptr());
     if (plan.sum == SumKernel::kNone) {
-      cuda.launch(plan.launch[0], logsumexp ? whole_sample<T, true> : whole_sample<T, false>, data, problem.plane,
-                  channels_last, plan.warps, channels, taps);
+      cuda.launch(plan.launch[0], logsumexp ? whole_sample<T, true> : whole_sample<T, false>, data,
+                  static_cast<int>(problem.plane), channels_last, plan.warps, result, channels, taps);
       return;
     }
     const Tensor workspace = empty_bytes(plan.workspace, input);
@@ -1310,8 +1381,16 @@ Tensor run_chain(const char* op, bool logsumexp, const Tensor& input, const Tens
       else
         launch_plane_sums(cuda, plan, problem, data, PartialSum{sums}, taps);
     }
-    cuda.launch(plan.launch[1], logsumexp ? finish<T, true> : finish<T, false>, sums, taps.sums, plan.chunks,
-                plan.column_blocks, channels);
+    const auto launch_finish = [&](const auto& kernel, auto* values) {
+      cuda.launch(plan.launch[1], kernel, sums, taps.sums, values, problem.batch, plan.chunks, plan.lanes, channels);
+    };
+    const bool alone = plan.finish_samples == 1;
+    if (!logsumexp) return launch_finish(alone ? finish<T, T, 1> : finish<T, T, kFinishSamples>, result);
+    if (plan.launches == 2)
+      return launch_finish(alone ? finish_logsumexp<T, 1> : finish_logsumexp<T, kFinishSamples>, result);
+    double* const values = taps.sums + taps.pairs * problem.regions;
+    launch_finish(alone ? finish<T, double, 1> : finish<T, double, kFinishSamples>, values);
+    cuda.launch(plan.launch[2], logsumexp_rows<T>, values, conv.out_channels, out_scale, result);
   });
   return output;
 }

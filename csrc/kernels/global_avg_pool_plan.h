@@ -81,7 +81,7 @@ struct GlobalPoolPlan : Plan {
   int64_t chunks = 1;          // partial sums per plane and region
   int64_t chunk_elements = 0;  // kChunk, and kColumnStream: of a channel
   int warps = 1;               // kChunk, kBox, kPlaneStream and whole samples: per chunk
-  int lanes = 1;               // kTile and finish_mean: per plane
+  int lanes = 1;               // kTile: per plane; finish_mean, finish: per plane or region
   int planes = 1;              // kTile: per block
   int width = 1;               // kBox, kColumn and the streams: elements per load
   int columns = 1;             // kColumn and kColumnStream: loads side by side, which a block's row of threads takes
@@ -89,7 +89,8 @@ struct GlobalPoolPlan : Plan {
   int64_t items = 0;           // kColumnStream: what its blocks share
   bool whole_planes = false;   // kColumnStream: an item is all chunks of a plane
   int64_t tap_blocks = 0;      // leading blocks of the summing kernel that sum the weight's taps instead
-  int64_t column_blocks = 1;   // finishing blocks per sample
+  int finish_columns = 1;      // output channels that a finishing block computes at once
+  int finish_samples = 1;      // of a finishing block
 };
 
 inline constexpr int64_t kWarpBytes = 4096;       // what a warp takes of a chunk: eight loads of 16 bytes a lane
@@ -147,11 +148,20 @@ inline constexpr int64_t kSampleBytes =
 inline constexpr int64_t kSamplePairs = 4096;  // channel sums and tap sums that it keeps in shared memory
 inline constexpr int kManyTaps = 16;           // from here on 8 lanes share a sum of taps
 
-// The finishing block: kColumns output channels times kSlices slices of the input channels.
-inline constexpr int kColumns = 128;
-inline constexpr int kSlices = 4;
-inline constexpr int kFinishThreads = kColumns * kSlices;
+// Finishing blocks compute a run of output channels at once; their threads are the channels times slices of the depth, input
+// channels and regions.
+inline constexpr int kFinishThreads = 256;
+inline constexpr int kFinishBlocks = 3;  // per multiprocessor
+inline constexpr int kFinishColumns = 32;
 inline constexpr int kFinishDepth = 256;  // sums in shared memory at a time
+// Samples of a block, which share its reads of the weights, where there are enough of them.
+inline constexpr int kFinishSamples = 4;
+// Blocks that have all channels of a sample, for a logsumexp. Of more weights, a block reads longer than one more launch takes.
+inline constexpr int kSampleThreads = 512;
+inline constexpr int kSampleBlocks = 2;  // per multiprocessor
+inline constexpr int kSampleColumns = 128;
+inline constexpr int64_t kMaxSampleWeights = 32768;
+inline constexpr int kRowThreads = 128;
 
 inline int power_of_two_at_least(int64_t value, int most) {
   int result = 1;
@@ -182,7 +192,12 @@ inline GlobalPoolPlan plan_global_avg_pool(const GlobalPoolProblem& problem, con
       pairs * problem.taps * problem.itemsize <= kSampleBytes && problem.channels + pairs <= kSamplePairs) {
     plan.variant = "one block a sample";
     plan.sum = SumKernel::kNone;
-    plan.add("whole_sample", problem.batch, kFinishThreads, (problem.channels + pairs) * 8);
+    plan.finish_columns = kSampleColumns;
+    // More warps for each plane, as long as there are more than planes.
+    while (plan.warps < kMaxWarps && 2 * plan.warps * problem.channels <= kSampleThreads / 32 &&
+           plan.warps * 32 * 16 < plane_bytes)
+      plan.warps *= 2;
+    plan.add("whole_sample", problem.batch, kSampleThreads, (problem.channels + pairs) * 8);
     return plan;
   }
 
@@ -283,9 +298,28 @@ inline GlobalPoolPlan plan_global_avg_pool(const GlobalPoolProblem& problem, con
   const bool programmatic = device.code_capability >= 90;
   if (problem.chain) {
     plan.workspace = (planes * problem.regions * plan.chunks + pairs * problem.regions) * 8;
-    const int64_t per_group = ceil_div(problem.out_channels / problem.groups, kColumns);
-    plan.column_blocks = problem.logsumexp ? 1 : problem.groups * per_group;
-    plan.add("finish", problem.batch * plan.column_blocks, kFinishThreads, 0, programmatic);
+    const bool in_one_block = problem.logsumexp && count_product({depth, problem.out_channels}) <= kMaxSampleWeights;
+    const int threads = in_one_block ? kSampleThreads : kFinishThreads;
+    plan.finish_columns = in_one_block ? kSampleColumns : kFinishColumns;
+    const int64_t runs = problem.groups * ceil_div(problem.out_channels / problem.groups, plan.finish_columns);
+    const int64_t blocks = in_one_block ? 1 : runs;  // of a sample
+    const int64_t at_once = device.multiprocessors * (in_one_block ? 1 : kFinishBlocks);
+    if (count_product({problem.batch, blocks}) > at_once) plan.finish_samples = kFinishSamples;
+    const int64_t grid = count_product({ceil_div(problem.batch, plan.finish_samples), blocks});
+    // As many lanes as there are threads for.
+    plan.lanes = 1;
+    while (plan.lanes < std::min<int64_t>(plan.chunks, 32) &&
+           2 * plan.lanes * std::min<int64_t>(depth, kFinishDepth) <= threads)
+      plan.lanes *= 2;
+    if (in_one_block) {
+      plan.add("finish_logsumexp", grid, kSampleThreads, 0, programmatic);
+    } else {
+      plan.add("finish", grid, kFinishThreads, 0, programmatic);
+      if (problem.logsumexp) {
+        plan.workspace += problem.batch * problem.out_channels * 8;
+        plan.add("logsumexp_rows", problem.batch, kRowThreads, 0, programmatic);
+      }
+    }
   } else if (plan.chunks > 1 && !plan.whole_planes) {
     plan.workspace = planes * plan.chunks * 8;
     plan.lanes = power_of_two_at_least(ceil_div(plan.chunks, kChunksAhead), 32);

@@ -34,7 +34,7 @@ constexpr int64_t count_product(std::initializer_list<int64_t> factors) {
   return product;
 }
 
-inline constexpr int kMaxLaunches = 2;
+inline constexpr int kMaxLaunches = 3;
 
 struct Plan {
   const char* variant = "";
