@@ -257,6 +257,8 @@ COLUMN_CHAIN, STREAM_CHAIN = "column_sums", "column_stream"
         ((2, 72, 5, 13, 17), (3, 3, 3, 3), {"stride": 2}, bf16, STREAM_CHAIN),
         ((1, 34, 23, 23), (3, 3, 3), {}, f64, STREAM_CHAIN),
         ((2, 8, 8193), (9, 3), {}, f16, STREAM_CHAIN),
+        # 128 cells a round: borders of as many are left to one block of several
+        *(((2, 64, 9, width), (3, 3, 3), {}, f32, STREAM_CHAIN) for width in (129, 130, 131)),
     ],
     ids=str,
 )

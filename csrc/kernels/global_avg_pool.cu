@@ -628,9 +628,24 @@ __global__ void __launch_bounds__(kColumnThreads, Store::kColumnBlocks)
   const int rows = kColumnThreads / columns, row = threadIdx.x / columns;
   const int64_t channel = (static_cast<int64_t>(block % channel_blocks) * columns + threadIdx.x % columns) * kWidth;
   const bool is_column = row < rows && channel < channels;
+  const auto store_sums = [&](int region, const double (&sums)[kWidth]) {
+    if (!is_column || row > 0) return;
+#pragma unroll
+    for (int q = 0; q < kWidth; ++q)
+      store(cells.sum_index(sample * channels + channel + q, region) * chunks + chunk, sums[q]);
+  };
   for (int region = 0; region < cells.count(); ++region) {
+    Range mine = share(cells.cells(region), chunk, chunks);
+    if constexpr (std::is_same_v<Cells, PlaneRegions>)
+      // What a block can load at once is left to one block; the others go on meanwhile.
+      if (chunks > 1 && cells.cells(region) <= rows * kCellLoads) {
+        if (region % chunks != chunk) {
+          store_sums(region, {});
+          continue;
+        }
+        mine = {0, cells.cells(region)};
+      }
     if (region > 0) __syncthreads();
-    const Range mine = share(cells.cells(region), chunk, chunks);
     const int row_cells = rows_share(mine.size(), row, rows);
     double sums[kWidth] = {};
     if (is_column) {
@@ -642,11 +657,7 @@ __global__ void __launch_bounds__(kColumnThreads, Store::kColumnBlocks)
         });
     }
     add_rows(sums, shared, row, rows, columns);
-    if (is_column && row == 0) {
-#pragma unroll
-      for (int q = 0; q < kWidth; ++q)
-        store(cells.sum_index(sample * channels + channel + q, region) * chunks + chunk, sums[q]);
-    }
+    store_sums(region, sums);
   }
 }
 
@@ -775,13 +786,16 @@ __global__ void __launch_bounds__(kColumnThreads, kStreamThreads / kColumnThread
           __pipeline_memcpy_async(ahead + u * threads, from, 16);
           from += step;
         }
+      } else if (aligned) {
+#pragma unroll
+        for (int u = 0; u < kStreamLoads; ++u) {
+          __pipeline_memcpy_async(ahead + u * threads, u < loads ? from : input, 16, u < loads ? 0 : 16);
+          from += step;
+        }
       } else {
 #pragma unroll 1
         for (int u = 0; u < kStreamLoads; ++u) {
-          if (aligned)
-            __pipeline_memcpy_async(ahead + u * threads, u < loads ? from : input, 16, u < loads ? 0 : 16);
-          else
-            ahead[u * threads] = u < loads ? gather_bits(from) : uint4{};
+          ahead[u * threads] = u < loads ? gather_bits(from) : uint4{};
           from += step;
         }
       }
@@ -971,7 +985,7 @@ __device__ double logsumexp_of(const RunningLogSumExp (&parts)[kCount]) {
   for (int i = lane; i < kCount; i += 32) maximum = fmax(maximum, parts[i].maximum);
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) maximum = fmax(maximum, __shfl_xor_sync(0xffffffffu, maximum, offset));
-#pragma unroll 1
+#pragma unroll
   for (int i = lane; i < kCount; i += 32) sum += parts[i].sum * RunningLogSumExp::factor(parts[i].maximum, maximum);
   return maximum + log(warp_sum(sum));
 }
