@@ -320,7 +320,7 @@ __global__ void __launch_bounds__(kDirectThreads)
 
 // ---- Host --------------------------------------------------------------------------------------------------------
 
-Staged staged_geometry(const AvgPoolProblem& problem, const StagedLayout& layout, int64_t steps) {
+Staged staged_geometry(const AvgPoolProblem& problem, const StagedLayout& layout, int64_t steps, double pool_size) {
   Staged staged;
   for (int d = 0; d < kMaxSpatialDims; ++d) {
     const PoolDim& dim = problem.dims[d];
@@ -339,6 +339,7 @@ Staged staged_geometry(const AvgPoolProblem& problem, const StagedLayout& layout
   staged.tiles1 = static_cast<int>(ceil_div(staged.out[1], layout.rows));
   staged.tiles2 = static_cast<int>(ceil_div(staged.out[2], kStagedColumns));
   staged.steps = static_cast<int>(steps);
+  staged.over_pool = 1.0 / pool_size;
   staged.layout = layout;
   return staged;
 }
@@ -535,7 +536,7 @@ void launch_conv(const CudaContext& cuda, const AvgPoolPlan& plan, const AvgPool
       for_slices(problem, conv, plan.staged_steps, [&](const Convolution<T>& slice, int64_t steps) {
         Launch launch = plan.launch[0];
         launch.grid = std::min(launch.grid, steps);
-        cuda.launch(launch, kernel, slice, staged_geometry(problem, plan.staged, steps));
+        cuda.launch(launch, kernel, slice, staged_geometry(problem, plan.staged, steps, slice.pool_size));
       });
       return;
     }
