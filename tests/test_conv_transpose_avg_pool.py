@@ -496,7 +496,7 @@ def test_without_taps_the_affine_part_is_left(inputs: Inputs, kwargs: dict[str, 
     x, w = torch.full((2, 2, 4, 4), math.nan, device=inputs.device), inputs.weight(2, 3, 1, 1)
     bias, shift = inputs.channels(3), inputs.channels(3)
     ours = check(B, x, w, bias, **kwargs, scale1=0.5, shift=shift, scale2=3.0)
-    assert torch.equal(ours[0, :, 0, 0], ((bias * 0.5 + shift) * 3.0))
+    assert torch.equal(ours[0, :, 0, 0], ((bias.double() * 0.5 + shift.double()) * 3.0).float())
     assert not check(B, x, w, **kwargs).any()
 
 
