@@ -168,7 +168,7 @@ def test_channels_last_boundaries(
     assert torch.equal(torch.cat(alone), means)
 
 
-WHOLE, TILES, CHUNKED, BOXES = "whole_sample", "tile_sums", "chunk_sums", "box_sums"
+WHOLE, TILES, CHUNKED, BOXES, BOX_STREAM = "whole_sample", "tile_sums", "chunk_sums", "box_sums", "box_stream"
 
 
 def chain(op: str, sums: str) -> list[str]:
@@ -199,24 +199,42 @@ def chain(op: str, sums: str) -> list[str]:
         ((2, 64, 23, 23), (127, 3), {}, f32, CHUNKED),  # 128 output channels a block
         ((1, 65, 23, 23), (128, 3), {}, f64, CHUNKED),
         ((1, 4, 8200), (129, 2), {"groups": 2}, f16, "plane_stream"),
-        ((2, 3, 4, 4), (2, 3, 3), {"padding": 1}, f32, BOXES),
-        ((1, 9, 32, 32), (3, 3, 3), {"padding": 1}, f32, BOXES),  # 4096 bytes: one warp, and 8 planes a block
-        ((1, 9, 32, 33), (3, 3, 3), {"padding": 1}, f32, BOXES),
-        ((1, 2, 128, 128), (33, 3, 3), {"padding": 1}, f32, BOXES),  # 65536 bytes: one chunk a plane
-        ((1, 2, 129, 128), (3, 3, 3), {"padding": 1}, f32, BOXES),
-        ((1, 2, 65, 127), (3, 3, 3), {"padding": 1}, f32, BOXES),  # rows that are no whole loads
-        ((1, 2, 20, 1024), (3, 3, 3), {"padding": 1}, f32, BOXES),  # a row for all threads of a block
-        ((1, 2, 20, 1028), (3, 3, 3), {"padding": 1}, f32, BOXES),
-        ((1, 2, 3, 4100), (3, 3, 3), {"padding": 1}, f32, BOXES),
+        ((2, 3, 4, 4), (2, 3, 3), {"padding": 1}, f32, BOX_STREAM),
+        ((1, 9, 32, 32), (3, 3, 3), {"padding": 1}, f32, BOX_STREAM),
+        ((1, 9, 32, 33), (3, 3, 3), {"padding": 1}, f32, BOXES),  # rows that are no whole loads
+        ((1, 2, 128, 128), (33, 3, 3), {"padding": 1}, f32, BOX_STREAM),
+        ((1, 2, 128, 129), (33, 3, 3), {"padding": 1}, f32, BOXES),
+        ((1, 2, 130, 127), (3, 3, 3), {"padding": 1}, f32, BOXES),  # 66040 bytes: two chunks a plane
         ((2, 2, 5, 257), (3, 3, 3), {"padding": 1}, f64, BOXES),
-        ((2, 2, 20, 72), (3, 5, 5), {"padding": 4}, bf16, BOXES),
         ((1, 4, 3, 31, 33), (3, 3, 3, 3), {"padding": 1, "groups": 2, "stride": 2}, f16, BOXES),
-        ((1, 1, 16390), (2, 5), {"padding": 3, "dilation": 2}, f64, BOXES),
+        # A stream of boxes: up to 64 loads a lane of 1, 2, 4, 8, 16 or 32 a plane; at least as many as a row's loads.
+        ((5, 7, 3, 4), (3, 3, 3), {"padding": 1}, f32, BOX_STREAM),
+        *(((1, 9, 256 + 4 * i), (3, 3), {"padding": 1}, f32, BOX_STREAM) for i in (-1, 0, 1)),
+        *(((3, 7, 64 + i, 32), (3, 3, 3), {"padding": 1}, f32, BOX_STREAM) for i in (-1, 0, 1)),
+        ((2, 2, 20, 72), (3, 5, 5), {"padding": 4}, bf16, BOX_STREAM),
+        ((1, 4, 3, 31, 32), (3, 3, 3, 3), {"padding": 1, "groups": 2, "stride": 2}, f16, BOX_STREAM),
+        ((2, 2, 5, 258), (3, 3, 3), {"padding": 1}, f64, BOX_STREAM),
+        # 32 loads of a row side by side, then fewer, one run of rows after the other.
+        *(((1, 9, 30, 128 + 4 * i), (3, 3, 3), {"padding": 1}, f32, BOX_STREAM) for i in (-1, 0, 1)),
+        *(((1, 2, 20, 512 + 8 * i), (3, 3, 3), {"padding": 1}, bf16, BOX_STREAM) for i in (-1, 0, 1)),
+        # Chunks of 16384 bytes, or a quarter of the plane up to 65536, of whatever dimension has so many.
+        *(((1, 9, 64 + i, 64), (3, 3, 3), {"padding": 1}, f32, BOX_STREAM) for i in (-1, 0, 1)),
+        *(((1, 2, 128 + i, 128), (3, 3, 3), {"padding": 1}, f32, BOX_STREAM) for i in (-1, 1)),
+        *(((1, 1, 512 + i, 256), (3, 3, 3), {"padding": 1}, f16, BOX_STREAM) for i in (-1, 0, 1)),
+        ((1, 2, 3, 4100), (3, 3, 3), {"padding": 1}, f32, BOX_STREAM),
+        ((1, 1, 16390), (2, 5), {"padding": 3, "dilation": 2}, f64, BOX_STREAM),
+        ((1, 2, 16, 32, 32), (3, 3, 3, 3), {"padding": 1, "stride": 2}, f32, BOX_STREAM),
+        ((1, 2, 2, 90, 64), (3, 3, 3, 3), {"padding": 1, "stride": 2, "output_padding": 1}, f32, BOX_STREAM),
+        pytest.param((1, 1, 66, 66, 264), (2, 3, 3, 3), {"padding": 1}, f32, BOX_STREAM, marks=pytest.mark.slow),
+        # More than the warps that stay take at once: planes, and chunks.
+        ((1, 3300, 2, 128), (2, 3, 3), {"padding": 1}, f32, BOX_STREAM),
+        pytest.param((2, 900, 65, 64), (2, 3, 3), {"padding": 1}, f32, BOX_STREAM, marks=pytest.mark.slow),
         *(((2, 512 + i, 3), (3, 3), {}, f32, WHOLE) for i in (-1, 0, 1)),  # 512 channels at a time
-        *(((1, 9, 32, width), (3, 3, 3), {"padding": 1}, f32, BOXES) for width in (63, 64, 65, 127, 128, 129)),
+        *(((1, 9, 32, width), (3, 3, 3), {"padding": 1}, f32, BOXES) for width in (63, 65, 127, 129)),
         ((2, 2, 70), (3, 32), {"stride": 2, "padding": 31, "output_padding": 1}, f32, BOXES),  # 32 pieces, the most
         *(  # 1024 chunks a plane; racecheck, which leaves out what is slow, would take ten minutes
-            pytest.param((1, 1, 2**23 + i), (1, 3), {"padding": 1}, f64, BOXES, marks=pytest.mark.slow) for i in (0, 1)
+            pytest.param((1, 1, 2**23 + i), (1, 3), {"padding": 1}, f64, launched, marks=pytest.mark.slow)
+            for i, launched in ((0, BOX_STREAM), (1, BOXES))
         ),
     ],
     ids=str,
@@ -237,6 +255,28 @@ def test_chain_boundaries(
         assert kernels(op, x, w, bias, **kwargs) == chain(op, sums)
     check(A0, x, w, bias, **kwargs, scale=bias, against_eager=False)
     check(A, x, w, bias, **kwargs, shift=bias, out_scale=10.0, against_eager=False)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((3, 5, 9, 16), f32),
+        ((3, 5, 9, 16), bf16),
+        ((2, 3, 40, 136), f16),
+        ((2, 3, 70, 128), f32),
+        ((2, 2, 6, 30, 36), f64),
+        ((2, 3, 9, 17), f32),
+    ],
+    ids=str,
+)
+def test_boxes_of_any_batch_and_address(inputs: Inputs, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, w = inputs.input(*shape, dtype=dtype), inputs.weight(shape[1], 4, *[3] * (len(shape) - 2), dtype=dtype)
+    ours = check(A0, x, w, padding=1, stride=2, output_padding=1, against_eager=False)
+    arguments = {"padding": 1, "stride": 2, "output_padding": 1}
+    assert torch.equal(conv_transpose_global_avg_pool(LAYOUTS["offset 1"](x), w, **arguments), ours)
+    alone = [conv_transpose_global_avg_pool(x[i : i + 1], w, **arguments) for i in range(shape[0])]
+    assert torch.equal(torch.cat(alone), ours)
 
 
 COLUMN_CHAIN, STREAM_CHAIN = "column_sums", "column_stream"
@@ -353,6 +393,19 @@ def test_unused_cells_do_not_matter(device: torch.device, dtype: torch.dtype, bo
     assert conv_transpose_global_avg_pool_logsumexp(x, w, padding=1).item() == inner.mean()
     # A stride of 2 uses the same cells, and leaves gaps.
     check(A0, x, w, padding=2, stride=2)
+
+
+@every_dtype
+@pytest.mark.parametrize("border", [math.nan, math.inf, 1e30], ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 20, 64), (1, 2, 130, 136), (2, 2, 7, 9, 40), (2, 3, 19, 63)], ids=str)
+def test_unused_border(inputs: Inputs, dtype: torch.dtype, border: float, shape: tuple[int, ...]) -> None:
+    """In rows of several loads, whose first and last are used in part."""
+    x, dims = inputs.input(*shape, dtype=dtype), len(shape) - 2
+    inner = x[(..., *[slice(2, -2)] * dims)].clone()
+    w = inputs.weight(shape[1], 3, *[1] * dims, dtype=dtype)
+    x[:] = border
+    x[(..., *[slice(2, -2)] * dims)] = inner
+    assert check(A0, x, w, padding=2, against_eager=False).isfinite().all()
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=str)
@@ -512,6 +565,10 @@ def test_groups(inputs: Inputs, op: str, channels: int, groups: int, per_group: 
     ("shape", "kernel", "padding", "launches"),
     [
         ((2, 2, 70), (31,), (15,), 1),  # 31 pieces
+        ((2, 2, 72), (31,), (15,), 1),
+        ((2, 4, 72), (32,), (16,), 2),
+        ((2, 2, 9, 44), (3, 36), (1, 20), 2),
+        ((1, 2, 35, 3, 36), (33, 2, 33), (32, 1, 32), 4),
         ((2, 4, 70), (32,), (16,), 2),  # 33
         ((2, 3, 70), (34,), (33,), 3),  # 67
         ((2, 2, 9, 41), (3, 36), (1, 20), 2),  # 3 pieces, 41
@@ -531,7 +588,8 @@ def test_many_segments(
     """One launch takes up to 32 pieces of a dimension."""
     x = LAYOUTS[layout](inputs.input(*shape))
     w = inputs.weight(shape[1], 3, *kernel)
-    sums = "column_sums" if layout == "channels_last" else "box_sums"
+    boxes = "box_sums" if shape[-1] % 4 else "box_stream"
+    sums = "column_sums" if layout == "channels_last" else boxes
     assert kernels(A0, x, w, padding=padding) == [sums] * launches + ["finish"]
     check(A0, x, w, padding=padding)
     check(A, x, w, padding=padding)
