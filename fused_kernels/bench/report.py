@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -360,7 +361,8 @@ def describe(machine: Mapping[str, Any]) -> str:
     if machine.get("device_type") == "cpu":
         parts.append(f"{machine['threads']} threads")
     if machine.get("commit"):
-        parts.append(f"commit {machine['commit']}")
+        # Of a whole hash, as GIT_COMMIT may give it, what git itself shows.
+        parts.append("commit " + re.sub(r"^([0-9a-f]{7})[0-9a-f]{33}", r"\1", str(machine["commit"])))
     return ", ".join([*parts, str(machine["date"])[:10]])
 
 
