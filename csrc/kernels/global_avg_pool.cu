@@ -1269,7 +1269,7 @@ struct Channels {
 // ready() and the first weights before the sums, so that all are under way at once.
 template <class T, int kColumns, int kSlices, int kAhead, int kSamples>
 struct SampleFinisher {
-  static_assert(kSamples <= kSlices);
+  static_assert(kSamples <= kSlices && kFinishDepth % (kAhead * kSlices) == 0);
   double dots[kSamples][kSlices][kColumns];
 
   template <class Ready, class DepthSums, class Store>
@@ -1285,7 +1285,7 @@ struct SampleFinisher {
       typename Channels<T>::Affine affine;
       if (stores) affine = channels.affine(channel);
       if (run == first) ready();
-      double sums_of[kSamples] = {};
+      double partial[kSamples] = {};
       const double* next = tap_sums + (group * depth + slice) * per_group + j;
 #pragma unroll 1
       for (int64_t k0 = 0; k0 < depth; k0 += kFinishDepth) {
@@ -1305,12 +1305,12 @@ struct SampleFinisher {
             if (begin + u * kSlices + slice < count) {
 #pragma unroll
               for (int s = 0; s < kSamples; ++s)
-                sums_of[s] += weights[u] * sums[s * kFinishDepth + begin + u * kSlices];
+                partial[s] += weights[u] * sums[s * kFinishDepth + begin + u * kSlices];
             }
         }
       }
 #pragma unroll
-      for (int s = 0; s < kSamples; ++s) dots[s][slice][column] = sums_of[s];
+      for (int s = 0; s < kSamples; ++s) dots[s][slice][column] = partial[s];
       __syncthreads();
       if (stores) {
         double dot = dots[slice][0][column];
