@@ -279,6 +279,13 @@ def test_boxes_of_any_batch_and_address(inputs: Inputs, shape: tuple[int, ...], 
     assert torch.equal(torch.cat(alone), ours)
 
 
+def test_boxes_that_32_bits_count() -> None:
+    """Up to 32 loads of 16 bytes beyond a plane of nearly 2³¹ elements."""
+    w = torch.empty(1, 1, 3, dtype=f16, device="meta")
+    for size, sums in ((2**31 - 1032, "box_stream"), (2**31 - 1024, "box_sums"), (2**31 + 8, "box_sums")):
+        assert kernels(A0, torch.empty(1, 1, size, dtype=f16, device="meta"), w, padding=1) == [sums, "finish"]
+
+
 COLUMN_CHAIN, STREAM_CHAIN = "column_sums", "column_stream"
 
 
@@ -331,6 +338,10 @@ def test_channels_last_chains(
         (2, (1030, 2), {}, ["finish", "logsumexp_rows"]),
         (3, (128, 3), {"padding": 1, "groups": 2}, ["finish_logsumexp"]),
         (3, (129, 5), {"padding": 2}, ["finish", "logsumexp_rows"]),
+        # at most eight runs of channels: each group has its own
+        (2, (9, 2), {"groups": 8}, ["finish_logsumexp"]),
+        (2, (9, 2), {"groups": 16}, ["finish", "logsumexp_rows"]),
+        (2, (1, 2), {"groups": 64}, ["finish", "logsumexp_rows"]),
         # from the second on, a block takes four samples
         *((batch, (65, 2), {}, ["finish_logsumexp"]) for batch in (132, 133, 134, 135, 136)),
         *((batch, (513, 2), {}, ["finish", "logsumexp_rows"]) for batch in (23, 24, 26)),

@@ -951,7 +951,7 @@ struct Range32 {
 class RowWalk {
  public:
   __device__ RowWalk(int first, int step, const Range32& rows0, const Range32& rows1, int size1, int size2)
-      : straight_(rows0.size() <= 1), size1_(rows1.size()) {
+      : straight_(rows0.size() <= 1), size1_(max(1, rows1.size())) {
     // Most boxes are of one slice, which saves the divisions.
     const int first0 = straight_ ? 0 : first / size1_, step0 = straight_ ? 0 : step / size1_;
     i1_ = straight_ ? 0 : first - first0 * size1_;

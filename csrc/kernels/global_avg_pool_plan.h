@@ -154,6 +154,8 @@ inline constexpr int kBoxThreads = 128;
 inline constexpr int64_t kBoxChunks = 4;  // of a plane, where that is between these
 inline constexpr int64_t kMinBoxBytes = 16384, kMaxBoxBytes = 65536;
 inline constexpr int64_t kLaneLoads = 64;
+// Elements: it counts in 32 bits, up to 32 loads beyond the last.
+inline constexpr int64_t kMaxBoxPlane = INT32_MAX - 1024;
 
 inline constexpr int64_t kSampleBytes =
     65536;  // a block reads this in about a microsecond, less than another launch takes
@@ -173,6 +175,7 @@ inline constexpr int kSampleThreads = 512;
 inline constexpr int kSampleBlocks = 2;  // per multiprocessor
 inline constexpr int kSampleColumns = 128;
 inline constexpr int64_t kMaxSampleWeights = 32768;
+inline constexpr int64_t kMaxSampleRuns = 8;  // the same: one after another
 inline constexpr int kRowThreads = 128;
 
 inline int power_of_two_at_least(int64_t value, int most) {
@@ -270,7 +273,7 @@ inline GlobalPoolPlan plan_global_avg_pool(const GlobalPoolProblem& problem, con
       }
     }
     plan.add("column_sums", plan.tap_blocks + problem.batch * plan.chunks * plan.channel_blocks, kColumnThreads);
-  } else if (problem.boxes && vectors > 0 && problem.sizes[2] % vector == 0 && problem.plane <= INT32_MAX) {
+  } else if (problem.boxes && vectors > 0 && problem.sizes[2] % vector == 0 && problem.plane <= kMaxBoxPlane) {
     plan.variant = "stream of boxes";
     plan.sum = SumKernel::kBoxStream;
     plan.width = vector;
@@ -331,10 +334,14 @@ inline GlobalPoolPlan plan_global_avg_pool(const GlobalPoolProblem& problem, con
   const bool programmatic = device.code_capability >= 90;
   if (problem.chain) {
     plan.workspace = (planes * problem.regions * plan.chunks + pairs * problem.regions) * 8;
-    const bool in_one_block = problem.logsumexp && count_product({depth, problem.out_channels}) <= kMaxSampleWeights;
+    const auto runs_of = [&](int columns) {
+      return problem.groups * ceil_div(problem.out_channels / problem.groups, columns);
+    };
+    const bool in_one_block = problem.logsumexp && runs_of(kSampleColumns) <= kMaxSampleRuns &&
+                              count_product({depth, problem.out_channels}) <= kMaxSampleWeights;
     const int threads = in_one_block ? kSampleThreads : kFinishThreads;
     plan.finish_columns = in_one_block ? kSampleColumns : kFinishColumns;
-    const int64_t runs = problem.groups * ceil_div(problem.out_channels / problem.groups, plan.finish_columns);
+    const int64_t runs = runs_of(plan.finish_columns);
     const int64_t blocks = in_one_block ? 1 : runs;  // of a sample
     const int64_t at_once = device.multiprocessors * (in_one_block ? 1 : kFinishBlocks);
     if (count_product({problem.batch, blocks}) > at_once) plan.finish_samples = kFinishSamples;
