@@ -339,6 +339,7 @@ Staged staged_geometry(const AvgPoolProblem& problem, const StagedLayout& layout
   staged.tiles1 = static_cast<int>(ceil_div(staged.out[1], layout.rows));
   staged.tiles2 = static_cast<int>(ceil_div(staged.out[2], kStagedColumns));
   staged.steps = static_cast<int>(steps);
+  staged.columns = Divisor(std::min(staged.out[2], kStagedColumns) + 1);
   staged.over_pool = 1.0 / pool_size;
   staged.layout = layout;
   return staged;

@@ -31,6 +31,7 @@ struct Staged {
   int kernel[kMaxSpatialDims] = {}, size[kMaxSpatialDims] = {}, out[kMaxSpatialDims] = {};
   int in_channels = 0, out_channels = 0, tiles1 = 0, tiles2 = 0;
   int steps = 0;         // planes of outputs of all tiles: what the blocks share
+  Divisor columns;       // of inputs that a row of a tile needs
   double over_pool = 1;  // by what the pool multiplies: a division here would cost each block of the kernel one
   StagedLayout layout;
 
@@ -58,7 +59,6 @@ struct StagedSignals {
   __mbarrier_t computed[kStagedBuffers], stored[kStagedBuffers];  // results, by the consumers and by the storer
   __mbarrier_t collapsed;  // V, by the consumers, and what is added, by the storer
   int exotic;              // whether V or the factors are not what the tensor cores may be trusted with
-  int suspect;             // whether results are NaN, perhaps since an infinite input met a half of V that is zero
 
   __device__ void init() {
     for (int i = 0; i < kStagedSlots; ++i) {
@@ -70,7 +70,7 @@ struct StagedSignals {
       __mbarrier_init(&stored[i], 32);
     }
     __mbarrier_init(&collapsed, 32 * (kStagedConsumers + 1));
-    exotic = suspect = false;
+    exotic = false;
   }
   __device__ static void wait(__mbarrier_t& barrier, unsigned use) {
     while (!__mbarrier_try_wait_parity(&barrier, use % 2, 1000000)) {
@@ -227,9 +227,12 @@ __device__ void copy_channels(const Convolution<T>& conv, const Staged& staged, 
       }
     }
   } else {
+    const int columns = staged.columns.divisor;
 #pragma unroll 4
-    for (int i = lane; i < rows * kPitch; i += 32) {
-      const int x = i % kPitch, r = i / kPitch, y = r % height, ci = r / height, at = i + ci * gap * kPitch;
+    for (int i = lane; i < rows * columns; i += 32) {
+      unsigned x;
+      const int r = staged.columns.divide(i, x), ci = r / height, y = r - ci * height;
+      const int at = (r + ci * gap) * kPitch + x;
       const bool use = exists && static_cast<unsigned>(x0 + x) < static_cast<unsigned>(staged.size[2]) &&
                        static_cast<unsigned>(y0 + y) < static_cast<unsigned>(size1);
       const T* from = use ? corner + (ci * volume + y * width + x) : conv.input;
@@ -441,10 +444,12 @@ __device__ void collapse_weights(const Convolution<T>& conv, const Staged& stage
         memory.weights[rest * 128 + at] = sum[n];
         trusted &= isfinite(sum[n]);
       } else {
-        // The halves of V have its sign, or an infinite input would give NaN. Far from one, they might not hold it.
-        const float v = static_cast<float>(sum[n]), high = __uint_as_float(__float_as_uint(v) & 0xffffe000u);
-        memory.weights[rest * 256 + at] = high;
-        memory.weights[rest * 256 + 128 + at] = v - high;
+        // The first digits and the rest, which have the sign of V and are not zero, or an infinite input would give NaN.
+        // Far from one, they might not hold it.
+        const float v = static_cast<float>(sum[n]);
+        const unsigned bits = __float_as_uint(v), high = v == 0 ? bits : (bits - 1) & 0xffffe000u;
+        memory.weights[rest * 256 + at] = __uint_as_float(high);
+        memory.weights[rest * 256 + 128 + at] = v - __uint_as_float(high);
         trusted &= sum[n] == 0 || (fabs(sum[n]) < 1e30 && fabs(sum[n]) > 1e-25);
       }
     }
@@ -495,9 +500,10 @@ __device__ void compute_results(const Convolution<T>& conv, const Staged& staged
   unsigned plane = 0, job = 0;
   for_runs(staged, [&](const StagedRun& run) {
     const int rows = min(warp_rows, staged.out[1] - run.y - first_row), left = staged.out[2] - run.x - strip - t;
-    // How far from `to` and `to2` on there is something to write.
-    const auto reach = [&](int column) { return !kChannelsLast ? left : left > column ? staged.out_channels - g : 0; };
-    const int end = reach(0), end2 = reach(4);
+    // Whether there is something to write of channel g (+ 8 with e / 2) and column t (+ 4 with e % 2).
+    bool writes[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) writes[e] = left > e % 2 * 4 && (!kChannelsLast || staged.out_channels - g > e / 2 * 8);
     const int skip = layout.skip(run);
     const T* tile = run.tile(conv);
     if constexpr (kJ0 == 2) {
@@ -518,7 +524,6 @@ __device__ void compute_results(const Convolution<T>& conv, const Staged& staged
                       base[4] = {first_base[0], first_base[0], first_base[8], first_base[8]};
         if (job >= kStagedBuffers) StagedSignals::wait(signals.stored[buffer], job / kStagedBuffers - 1);
         if (left + t > 0) {
-          [[maybe_unused]] float check = 0;  // NaN if any of the sums is
 #pragma unroll 1
           for (int r = 0; r < rows; r += kTogether) {
             Element sums[kTogether][4];
@@ -552,21 +557,16 @@ __device__ void compute_results(const Convolution<T>& conv, const Staged& staged
 #pragma unroll
             for (int k = 0; k < kTogether; ++k) {
               // All rows of the tile have room, also those that do not exist.
-              if (kTogether <= kFewStagedRows / (kStagedConsumers / kStrips) || k < warp_rows)
+              if (k == kFewStagedRows / 2 && warp_rows == k) break;
 #pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                  const float value = static_cast<float>(sums[k][e]);
-                  if constexpr (kTerms == 2) check += value;
-                  const bool second = (kChannelsLast ? e % 2 : e / 2) != 0;
-                  const int at = kChannelsLast ? e / 2 * 8 : e % 2 * 4;
-                  if ((second ? end2 : end) > at) (second ? to2 : to)[at] = from_accumulator<T>(value);
-                }
+              for (int e = 0; e < 4; ++e) {
+                T* const target = kChannelsLast ? (e % 2 ? to2 : to) + e / 2 * 8 : (e / 2 ? to2 : to) + e % 2 * 4;
+                if (writes[e]) *target = from_accumulator<T>(static_cast<float>(sums[k][e]));
+              }
               to += result_row;
               to2 += result_row;
             }
           }
-          if constexpr (kTerms == 2)
-            if (isnan(check)) signals.suspect = true;
         }
         publish_results();
         __mbarrier_arrive(&signals.computed[buffer]);
@@ -577,9 +577,9 @@ __device__ void compute_results(const Convolution<T>& conv, const Staged& staged
   });
 }
 
-// The outputs of the block once more as they are defined: all of them, or those that are NaN.
+// The outputs of the block once more as they are defined.
 template <class T>
-__device__ __noinline__ void repair_outputs(const Convolution<T>& conv, const Staged& staged, bool all) {
+__device__ __noinline__ void repair_outputs(const Convolution<T>& conv, const Staged& staged) {
   const int64_t* strides = conv.output_strides;
   for_runs(staged, [&](const StagedRun& run) {
     const int rows = run.rows(staged), columns = run.columns(staged), channels = staged.out_channels;
@@ -587,8 +587,8 @@ __device__ __noinline__ void repair_outputs(const Convolution<T>& conv, const St
 #pragma unroll 1
       for (int64_t i = threadIdx.x; i < static_cast<int64_t>(channels) * rows * columns; i += kStagedThreads) {
         const int x = i % columns, y = i / columns % rows, co = i / columns / rows;
-        T& output = run.tile(conv)[co * strides[1] + (z - run.begin) * strides[2] + y * strides[3] + x * strides[4]];
-        if (all || isnan(to_accumulator(output))) output = direct_value(conv, run.n, co, z, run.y + y, run.x + x);
+        run.tile(conv)[co * strides[1] + (z - run.begin) * strides[2] + y * strides[3] + x * strides[4]] =
+            direct_value(conv, run.n, co, z, run.y + y, run.x + x);
       }
   });
 }
@@ -614,7 +614,7 @@ __global__ void __launch_bounds__(kStagedThreads, kStagedBlocks)
     wait_for_bulk_writes();
   }
   __syncthreads();
-  if (signals.exotic || signals.suspect) repair_outputs(conv, staged, signals.exotic);
+  if (signals.exotic) repair_outputs(conv, staged);
 #else
   __trap();  // the plan knows better
 #endif
