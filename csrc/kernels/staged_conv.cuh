@@ -468,11 +468,7 @@ __device__ void collapse_base(const Convolution<T>& conv, const Staged& staged, 
 #pragma unroll 1
   for (int c = threadIdx.x % 32; c < staged.groups() * kStagedChannels; c += 32) {
     const int co = min(c, staged.out_channels - 1);
-    const T bias = load_param<T>(conv.bias, co), scale1 = load_param<T>(conv.scale1, co),
-            shift = load_param<T>(conv.shift, co), scale2 = load_param<T>(conv.scale2, co);
-    memory.base[c] = static_cast<Element>(
-        (param_value(conv.bias, bias) * param_value(conv.scale1, scale1) + param_value(conv.shift, shift)) *
-        param_value(conv.scale2, scale2));
+    memory.base[c] = static_cast<Element>(Affine<double>(conv, co, staged.over_pool)(0));
     trusted &= isfinite(memory.base[c]);
   }
   if (!trusted) signals.exotic = true;
