@@ -367,6 +367,16 @@ def test_results_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "by hand" in printed and "limit (read)" in printed and "limit (copy)" in printed
 
 
+def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, run = bench(tmp_path, "--demo")
+    assert status == 0 and [case.case for case in run.cases] == ["A", "B"]
+    assert all([row.peer for row in case.rows] == ["ours", "eager", "hand"] for case in run.cases)
+    printed = capsys.readouterr().out
+    for case in run.cases:
+        ratios = [case.median(peer) / case.median("ours") for peer in ("eager", "hand")]
+        assert all(f"{ratio:#.3g}" in printed for ratio in ratios), (ratios, printed)
+
+
 def test_other_points_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ours itself, each case in its own first dtype."""
     names = [case.name for case in CASES.values() if not case.main]
