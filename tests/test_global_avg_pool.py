@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from typing import Any
@@ -192,7 +193,7 @@ def chain(op: str, sums: str) -> list[str]:
         ((1, 4, 3, 3), (33, 4, 4), {}, bf16, WHOLE),
         ((1, 2, 2, 2, 2), (33, 2, 2, 2), {}, f64, WHOLE),
         ((2, 3, 12, 12), (2, 3), {"groups": 3, "stride": 2}, f32, WHOLE),
-        ((1, 1025, 2), (31, 1), {}, bf16, TILES),
+        ((1, 1025, 2), (15, 1), {}, bf16, TILES),
         ((2, 255, 23, 23), (3, 3), {}, f32, CHUNKED),  # 256 channel sums at a time
         ((1, 256, 23, 23), (3, 15), {}, f32, CHUNKED),
         ((1, 257, 23, 23), (3, 16), {}, f32, CHUNKED),
@@ -284,6 +285,11 @@ def test_boxes_that_32_bits_count() -> None:
     w = torch.empty(1, 1, 3, dtype=f16, device="meta")
     for size, sums in ((2**31 - 1032, "box_stream"), (2**31 - 1024, "box_sums"), (2**31 + 8, "box_sums")):
         assert kernels(A0, torch.empty(1, 1, size, dtype=f16, device="meta"), w, padding=1) == [sums, "finish"]
+    many_taps = torch.empty(1, 1, 2**16, 2**15, dtype=f16, device="meta")
+    assert kernels(A0, torch.empty(1, 1, 8, 8, dtype=f16, device="meta"), many_taps, padding=1) == [
+        "box_sums",
+        "finish",
+    ]
 
 
 COLUMN_CHAIN, STREAM_CHAIN = "column_sums", "column_stream"
@@ -332,11 +338,13 @@ def test_channels_last_chains(
     [
         # 128 output channels a block, or 32 where no logsumexp follows
         *((2, (co, 2), {}, ["finish_logsumexp"]) for co in (31, 32, 33, 127, 128, 129)),
-        # the most weights that one block reads, 32768, with 256 of the depth at a time
-        (2, (512, 2), {}, ["finish_logsumexp"]),
-        (2, (513, 2), {}, ["finish", "logsumexp_rows"]),
+        # the most weights that one block reads, 16384
+        (2, (256, 2), {}, ["finish_logsumexp"]),
+        (2, (257, 2), {}, ["finish", "logsumexp_rows"]),
+        # more than 256 of the depth
+        (3, (16, 5), {"padding": 2}, ["finish_logsumexp"]),
         (2, (1030, 2), {}, ["finish", "logsumexp_rows"]),
-        (3, (128, 3), {"padding": 1, "groups": 2}, ["finish_logsumexp"]),
+        (3, (80, 3), {"padding": 1, "groups": 2}, ["finish_logsumexp"]),
         (3, (129, 5), {"padding": 2}, ["finish", "logsumexp_rows"]),
         # at most eight runs of channels: each group has its own
         (2, (9, 2), {"groups": 8}, ["finish_logsumexp"]),
@@ -362,6 +370,20 @@ def test_finish_boundaries(
             assert torch.equal(
                 getattr(fused_kernels, op)(x[n : n + 1], w, bias, **kwargs, shift=bias), result[n : n + 1]
             )
+
+
+@both_chains
+@pytest.mark.parametrize("padding", [0, 1])
+def test_weights_changed_between_calls(inputs: Inputs, op: str, padding: int) -> None:
+    """The finishing kernel reads the sums of taps before all planes are summed, and never those of the call before."""
+    x, weights = inputs.input(16, 64, 64, 128), [inputs.weight(64, 128, 3, 3) for _ in range(2)]
+    call = functools.partial(getattr(fused_kernels, op), x, padding=padding)
+    expected = [call(w) for w in weights]
+    assert not torch.equal(*expected)
+    w = torch.empty_like(weights[0])
+    results = [call(w.copy_(weights[i % 2])) for i in range(20)]
+    for i, result in enumerate(results):
+        assert torch.equal(result, expected[i % 2])
 
 
 # ---- values --------------------------------------------------------------------------------------------------------

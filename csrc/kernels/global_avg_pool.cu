@@ -60,10 +60,10 @@ struct Regions {
 
 // Walks the cells of a box from cell `first` on in steps of `step` cells, without a division per cell. `size1` and `size2`
 // are the box's inner sizes, the strides the distances in memory along its three dimensions.
+template <class Index>
 class BoxWalk {
  public:
-  __device__ BoxWalk(int64_t first, int64_t step, int64_t size1, int64_t size2, int64_t stride0, int64_t stride1,
-                     int64_t stride2)
+  __device__ BoxWalk(Index first, Index step, Index size1, Index size2, Index stride0, Index stride1, Index stride2)
       : size1_(size1),
         size2_(size2),
         step1_(step / size2 % size1),
@@ -74,7 +74,7 @@ class BoxWalk {
         carry1_(stride0 - size1 * stride1),
         carry2_(stride1 - size2 * stride2),
         offset_(first / size2 / size1 * stride0 + i1_ * stride1 + i2_ * stride2) {}
-  __device__ int64_t offset() const { return offset_; }
+  __device__ Index offset() const { return offset_; }
   __device__ void advance() {
     offset_ += step_offset_;
     i1_ += step1_;
@@ -91,7 +91,7 @@ class BoxWalk {
   }
 
  private:
-  int64_t size1_, size2_, step1_, step2_, i1_, i2_, step_offset_, carry1_, carry2_, offset_;
+  Index size1_, size2_, step1_, step2_, i1_, i2_, step_offset_, carry1_, carry2_, offset_;
 };
 // The same for cells that lie evenly in memory.
 class LineWalk {
@@ -116,6 +116,9 @@ __device__ inline int rows_share(int64_t n, int row, int rows) { return static_c
 
 // The weight summed over the taps that meet each region: U[ci, r, j], j the output channel within its group. The first
 // `blocks` blocks of a summing kernel do this, beside the others; none where there is no weight.
+//
+// The finishing kernel reads these sums before it waits for the rest: it starts when every block has ended or allowed it,
+// and a block with such sums does neither before they are out (the fence).
 template <class T>
 struct TapSums {
   const T* weight = nullptr;  // (C_in, C_out/groups, taps)
@@ -135,17 +138,21 @@ struct TapSums {
     }
     return sum;
   }
+  // Index counts the taps.
+  template <class Index>
   __device__ double region_taps(int64_t pair, int region, const Regions& regions) const {
     constexpr int kAhead = 9;
     int segment[kMaxSpatialDims];
     regions.segments(region, segment);
     const auto& [dim0, dim1, dim2] = regions.dims;
     const Range range0 = dim0.taps[segment[0]], range1 = dim1.taps[segment[1]], range2 = dim2.taps[segment[2]];
-    const int64_t count = range0.size() * range1.size() * range2.size();
+    const auto size1 = static_cast<Index>(range1.size()), size2 = static_cast<Index>(range2.size());
+    const auto kernel1 = static_cast<Index>(dim1.kernel), kernel2 = static_cast<Index>(dim2.kernel);
+    const Index count = static_cast<Index>(range0.size()) * size1 * size2;
     const T* first = weight + pair * taps + (range0.begin * dim1.kernel + range1.begin) * dim2.kernel + range2.begin;
-    BoxWalk walk(0, 1, range1.size(), range2.size(), dim1.kernel * dim2.kernel, dim2.kernel, 1);
+    BoxWalk<Index> walk(0, 1, size1, size2, kernel1 * kernel2, kernel2, 1);
     double sum = 0;
-    for (int64_t i = 0; i < count; i += kAhead) {
+    for (Index i = 0; i < count; i += kAhead) {
       Accumulator<T> loaded[kAhead];
 #pragma unroll
       for (int u = 0; u < kAhead; ++u) {
@@ -166,19 +173,22 @@ struct TapSums {
       const double sum = group_sum(pair < pairs ? all_taps(pair, lane, lanes) : 0.0, lanes);
       if (lane == 0 && pair < pairs) sums[pair] = sum;
     }
+    __threadfence();
   }
   __device__ void run(const Regions& regions) const {
-    run(regions, blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x);
+    run<int64_t>(regions, blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x);
   }
   // By the threads of `blocks` blocks, of which this is number `first`.
+  template <class Index>
   __device__ void run(const Regions& regions, int64_t first) const {
     const int count = regions.count();
     for (int64_t i = first; i < pairs * count; i += blocks * blockDim.x) {
       const int64_t j = i % per_group, ci = i / per_group / count;
       const int region = static_cast<int>(i / per_group % count);
       sums[(ci * regions.total + regions.first + region) * per_group + j] =
-          region_taps(ci * per_group + j, region, regions);
+          region_taps<Index>(ci * per_group + j, region, regions);
     }
+    if (first < pairs * count) __threadfence();
   }
 };
 
@@ -270,8 +280,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kChunkBlocks<T>)
     chunk_sums(const T* __restrict__ input,  // (planes, plane)
                int64_t planes, int64_t plane, int64_t chunks, int64_t chunk_elements, int warps, Store store,
                TapSums<T> taps) {
-  allow_next_launch();
   if (taps.is_mine()) return taps.run();
+  allow_next_launch();
   const int64_t block = blockIdx.x - taps.blocks;
   __shared__ double warp_sums[kMaxWarps];
   const int warp = threadIdx.x / 32;
@@ -309,8 +319,8 @@ __global__ void __launch_bounds__(kColumnThreads, kStreamThreads / kColumnThread
   constexpr int kSize = Vector<T>::kSize, kRing = kStreamStages * kStreamLoads * kColumnThreads;
   extern __shared__ __align__(16) unsigned char staged[];
   __shared__ double warp_sums[2][kColumnThreads / 32];
-  allow_next_launch();
   if (taps.is_mine()) return taps.run();
+  allow_next_launch();
   Vector<T>* const ring = reinterpret_cast<Vector<T>*>(staged) + threadIdx.x;  // (stages, loads, threads)
   const int lanes = warps * 32, lane = threadIdx.x % lanes, group = threadIdx.x / lanes;
   const int per_block = kColumnThreads / lanes, warp = threadIdx.x / 32;
@@ -433,8 +443,8 @@ __global__ void __launch_bounds__(kTileThreads)
     tile_sums(const T* __restrict__ input,  // (planes, plane)
               int64_t planes, int plane, int tile_planes, int lanes, Store store, TapSums<T> taps) {
   extern __shared__ __align__(16) unsigned char staged[];
-  allow_next_launch();
   if (taps.is_mine()) return taps.run();
+  allow_next_launch();
   const int64_t first = (blockIdx.x - taps.blocks) * tile_planes;
   const int count = static_cast<int>(min(static_cast<int64_t>(tile_planes), planes - first));
   const T* source = input + first * plane;
@@ -602,7 +612,7 @@ struct PlaneRegions {
     return (range(0, region).begin * regions.dims[1].size + range(1, region).begin) * regions.dims[2].size +
            range(2, region).begin;
   }
-  __device__ BoxWalk walk(int region, int64_t first, int64_t step, int64_t channels) const {
+  __device__ BoxWalk<int64_t> walk(int region, int64_t first, int64_t step, int64_t channels) const {
     const int64_t row = regions.dims[2].size * channels;
     return {first, step, range(1, region).size(), range(2, region).size(), regions.dims[1].size * row, row, channels};
   }
@@ -622,8 +632,8 @@ __global__ void __launch_bounds__(kColumnThreads, Store::kColumnBlocks)
     column_sums(const T* __restrict__ input,  // (N, plane, C)
                 int64_t channels, int64_t plane, unsigned chunks, int columns, unsigned channel_blocks,
                 const __grid_constant__ Cells cells, Store store, TapSums<T> taps) {
-  allow_next_launch();
   if (taps.is_mine()) return cells.run(taps);
+  allow_next_launch();
   __shared__ double shared[kWidth][kColumnThreads];
   const unsigned block = blockIdx.x - static_cast<unsigned>(taps.blocks);
   const unsigned chunk = block / channel_blocks % chunks;
@@ -742,8 +752,8 @@ __global__ void __launch_bounds__(kColumnThreads, kStreamThreads / kColumnThread
   constexpr int kTogether = std::is_same_v<Partial<T>, Accumulator<T>> ? kStreamLoads : 1;
   static_assert(kWidth * sizeof(double) <= kStreamLoads * sizeof(uint4));
   extern __shared__ __align__(16) unsigned char staged[];
-  allow_next_launch();
   if (taps.is_mine()) return taps.run();
+  allow_next_launch();
   uint4* const ring = reinterpret_cast<uint4*>(staged);  // (stages, loads, threads)
   const int threads = blockDim.x, columns = stream.columns, rows = threads / columns;
   const int row = threadIdx.x / columns, column = threadIdx.x % columns;
@@ -864,8 +874,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kBoxBlocks)
     box_sums(const T* __restrict__ input,  // (planes, D0, D1, D2)
              int64_t planes, int64_t chunks, int warps, const __grid_constant__ Regions regions, PartialSum store,
              TapSums<T> taps) {
-  allow_next_launch();
   if (taps.is_mine()) return taps.run(regions);
+  allow_next_launch();
   __shared__ double segment_sums[kMaxWarps][kMaxSegments];
   // No structured binding: C++17 lets no lambda capture one.
   const SegmentedDim &dim0 = regions.dims[0], &dim1 = regions.dims[1], &dim2 = regions.dims[2];
@@ -1034,10 +1044,20 @@ class BoxRuns {
   int row_loads_, segment0_ = 0, segment1_ = 0;
 };
 
+// A barrier at which the first warp alone waits; whether this is that warp.
+template <int kThreads>
+__device__ bool all_warps_are_here() {
+  if (threadIdx.x < 32)
+    asm volatile("barrier.sync 1, %0;" ::"n"(kThreads) : "memory");
+  else
+    asm volatile("barrier.arrive 1, %0;" ::"n"(kThreads) : "memory");
+  return threadIdx.x < 32;
+}
+
 // The boxes of planes whose rows are whole loads, as a stream: a lane keeps to its place in the row, as a thread of
 // box_sums does, and copies its loads to shared memory, kStreamStages - 1 stages ahead of its sums, across the ends of
-// boxes and planes. Blocks stay, so none of them begins with a wait; no lane reads what another has copied, and no warp
-// waits for another.
+// boxes and planes. Blocks stay, so none of them begins with a wait; no lane reads what another has copied, and but for the
+// sums of taps no warp waits for another.
 //
 // On H200, (16, 64, 128, 128) takes 21.9 us in float32 and 13.2 in float16 (a pure read: 15.7 and 8.6), where box_sums,
 // with such loads, took 30.4 and 26.4; (32, 512, 56, 56) in float32, 57 and 173.
@@ -1051,7 +1071,6 @@ __global__ void __launch_bounds__(kBoxThreads, kStreamThreads / kBoxThreads)
   constexpr int kRing = kStreamStages * kStreamLoads * kBoxThreads;
   extern __shared__ __align__(16) unsigned char staged[];
   __shared__ double segment_sums[kWarps][kMaxSegments];
-  allow_next_launch();
   uint4* const ring = reinterpret_cast<uint4*>(staged) + threadIdx.x;  // (stages, loads, threads)
   const SegmentedDim &dim1 = regions.dims[1], &dim2 = regions.dims[2];
   const int size1 = static_cast<int>(dim1.size), size2 = static_cast<int>(dim2.size), row_loads = size2 / kWidth;
@@ -1116,9 +1135,10 @@ __global__ void __launch_bounds__(kBoxThreads, kStreamThreads / kBoxThreads)
   };
 #pragma unroll 1
   for (int i = 0; i < kStreamStages - 1; ++i) load_stage();
-  // While the first loads are on their way, a few warps of every block. On H200, 3-D planes of 16 x 32 x 32 float32
-  // take 43 us so, and 60 with blocks for the taps alone.
-  taps.run(regions, (warp * static_cast<int64_t>(gridDim.x) + blockIdx.x) * 32 + threadIdx.x % 32);
+  // While the first loads are on their way, a few warps of every block. With blocks for the taps alone, those that stay lie
+  // unevenly on the multiprocessors: on H200, (512, 512, 8, 8) took 115 us so and takes 77 now, (16, 64, 512, 512) 283 and 265.
+  taps.template run<int>(regions, (warp * static_cast<int64_t>(gridDim.x) + blockIdx.x) * 32 + threadIdx.x % 32);
+  if (all_warps_are_here<kBoxThreads>()) allow_next_launch();
 
   const auto place = [](int64_t column, int first) {  // within a load
     return max(0, min(static_cast<int>(column) - first, kWidth));
@@ -1147,13 +1167,13 @@ __global__ void __launch_bounds__(kBoxThreads, kStreamThreads / kBoxThreads)
     const int first = (adding.loads().begin + adding.column + column) * kWidth;
     int64_t i = ((adding.plane + group) * regions.total + regions.first + adding.outer() * dim2.count) * stream.chunks +
                 adding.chunk;
-    // Two segments at once, of those that the run meets; the rest have nothing of it.
+    // Two segments at once, of those that the run meets; the rest have nothing of it, nor have any of a run without rows.
     const int run_begin = (adding.loads().begin + adding.column) * kWidth,
               run_end = run_begin + stream.columns * kWidth;
 #pragma unroll 1
     for (int s = 0; s < dim2.count; s += 2) {
       double pair[2] = {};
-      if (dim2.cells[min(s + 1, dim2.count - 1)].end > run_begin && dim2.cells[s].begin < run_end) {
+      if (run_rows > 0 && dim2.cells[min(s + 1, dim2.count - 1)].end > run_begin && dim2.cells[s].begin < run_end) {
 #pragma unroll
         for (int p = 0; p < 2; ++p) {
           const int begin = place(dim2.cells[s + p].begin, first), end = mine ? place(dim2.cells[s + p].end, first) : 0;
@@ -1186,10 +1206,10 @@ __global__ void __launch_bounds__(kBoxThreads, kStreamThreads / kBoxThreads)
 
 // ---- Finishing ---------------------------------------------------------------------------------------------------
 
-__device__ double sum_of_chunks(const double* sums, int64_t chunks, int lane, int width) {
+__device__ double sum_of_chunks(const double* sums, int chunks, int lane, int width) {
   constexpr int kAhead = kChunksAhead;
   double sum = 0;
-  for (int64_t first = lane; first < chunks; first += kAhead * width) {
+  for (int first = lane; first < chunks; first += kAhead * width) {
     double loaded[kAhead];
 #pragma unroll
     for (int u = 0; u < kAhead; ++u) loaded[u] = first + u * width < chunks ? sums[first + u * width] : 0.0;
@@ -1201,7 +1221,7 @@ __device__ double sum_of_chunks(const double* sums, int64_t chunks, int lane, in
 
 template <class T>
 __global__ void finish_mean(const double* __restrict__ sums,  // (planes, chunks)
-                            int64_t planes, int64_t chunks, int lanes, Mean<T> store) {
+                            int64_t planes, int chunks, int lanes, Mean<T> store) {
   wait_for_previous_launch();
   const int64_t plane = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / lanes;
   const double sum = sum_of_chunks(sums + plane * chunks, plane < planes ? chunks : 0, threadIdx.x % lanes, lanes);
@@ -1225,19 +1245,47 @@ struct RunningLogSumExp {
   }
 };
 
-// That of kCount of them together, in every lane of a warp.
-template <int kCount>
-__device__ double logsumexp_of(const RunningLogSumExp (&parts)[kCount]) {
-  const int lane = threadIdx.x % 32;
-  double maximum = -INFINITY, sum = 0;
+// The largest in a warp, in every lane; no NaN among them. As integers, whose order is that of the numbers: two reductions in
+// place of ten shuffles.
+__device__ double warp_max(double x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  const auto ordered = [](long long bits) { return bits ^ (bits >> 63 & INT64_MAX); };  // its own inverse
+  const long long mine = ordered(__double_as_longlong(x));
+  const int my_high = static_cast<int>(mine >> 32), high = __reduce_max_sync(0xffffffffu, my_high);
+  const unsigned low = __reduce_max_sync(0xffffffffu, my_high == high ? static_cast<unsigned>(mine) : 0u);
+  return __longlong_as_double(ordered(static_cast<long long>(high) << 32 | low));
+#else
 #pragma unroll
-  for (int i = lane; i < kCount; i += 32) maximum = fmax(maximum, parts[i].maximum);
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) maximum = fmax(maximum, __shfl_xor_sync(0xffffffffu, maximum, offset));
-#pragma unroll
-  for (int i = lane; i < kCount; i += 32) sum += parts[i].sum * RunningLogSumExp::factor(parts[i].maximum, maximum);
-  return maximum + log(warp_sum(sum));
+  for (int offset = 16; offset > 0; offset /= 2) x = fmax(x, __shfl_xor_sync(0xffffffffu, x, offset));
+  return x;
+#endif
 }
+
+// log(sum of exp) of kRows rows, each spread over kRowThreads neighbouring threads, which all get it. One exp a thread: the
+// compiler keeps several of them one after another.
+template <int kRows>
+struct RowLogSumExp {
+  static constexpr int kWarps = kRowThreads / 32;
+  static_assert(kWarps == 4);
+  double maxima[kRows][kWarps], sums[kRows][kWarps];
+
+  // By all threads of the block.
+  __device__ double operator()(const RunningLogSumExp& mine) {
+    const int row = threadIdx.x / kRowThreads, warp = threadIdx.x / 32 % kWarps;
+    const bool is_first = row < kRows && threadIdx.x % 32 == 0;
+    double value = warp_max(mine.maximum);
+    if (is_first) maxima[row][warp] = value;
+    __syncthreads();
+    double maximum = 0;
+    if (row < kRows) {
+      maximum = fmax(fmax(maxima[row][0], maxima[row][1]), fmax(maxima[row][2], maxima[row][3]));
+      value = warp_sum(mine.sum * RunningLogSumExp::factor(mine.maximum, maximum));
+      if (is_first) sums[row][warp] = value;
+    }
+    __syncthreads();
+    return row < kRows ? maximum + log(tree_sum(sums[row])) : 0.0;
+  }
+};
 
 // The channel axis of a chain, and what happens on it.
 template <class T>
@@ -1324,26 +1372,32 @@ struct SampleFinisher {
 };
 
 // The plane sums of some samples, from number `sample` on, as SampleFinisher wants them: `lanes` lanes add up the partial sums
-// of a plane or region.
+// of a plane or region, once the launch before this one has ended.
 template <int kSamples, int kThreads>
 struct ChunkSums {
   double (&shared)[kSamples][kFinishDepth];
   const double* plane_sums;  // (N, depth of all groups, chunks)
-  int64_t sample, batch, sample_depth, chunks;
-  int lanes;
+  int64_t sample, batch, sample_depth;
+  int chunks, lanes;
   int64_t filled = -1;  // what those in shared memory begin with
 
   __device__ const double* operator()(int64_t first, int count) {
     if (first == filled) return shared[0];
+    // All that can be known before the wait stands before it.
+    const double* sums = plane_sums + (sample * sample_depth + first) * chunks;
+    const int shift = __popc(lanes - 1), lane = threadIdx.x & (lanes - 1), at_once = kThreads >> shift;
+    const int last = round_up(count, 32), here = static_cast<int>(min(int64_t{kSamples}, batch - sample));
+    if (filled < 0)
+      wait_for_previous_launch();
+    else
+      __syncthreads();
     filled = first;
-    __syncthreads();
 #pragma unroll 1
-    for (int s = 0; s < kSamples && sample + s < batch; ++s) {
-      const double* sums = plane_sums + ((sample + s) * sample_depth + first) * chunks;
+    for (int s = 0; s < here; ++s, sums += sample_depth * chunks) {
 #pragma unroll 1
-      for (int k = threadIdx.x / lanes; k < round_up(count, 32); k += kThreads / lanes) {
-        const double sum = sum_of_chunks(sums + k * chunks, k < count ? chunks : 0, threadIdx.x % lanes, lanes);
-        if (threadIdx.x % lanes == 0 && k < count) shared[s][k] = sum;
+      for (int k = threadIdx.x >> shift; k < last; k += at_once) {
+        const double sum = sum_of_chunks(sums + k * chunks, k < count ? chunks : 0, lane, lanes);
+        if (lane == 0 && k < count) shared[s][k] = sum;
       }
     }
     __syncthreads();
@@ -1352,14 +1406,16 @@ struct ChunkSums {
 };
 
 // Behind the kernel that sums the planes: a block takes a run of channels of kSamples samples. Value is T, or double where a
-// logsumexp follows.
+// logsumexp follows. The first sums of taps are read before the wait for those of planes, as TapSums allows: on H200, that
+// and what follows the wait kept short are 1.2 us of the 5 that workload A took beyond a pure read.
 template <class T, class Value, int kSamples>
 __global__ void __launch_bounds__(kFinishThreads, kFinishBlocks)
     finish(const double* __restrict__ plane_sums,  // (N, C_in, regions, chunks)
            const double* __restrict__ tap_sums,    // (C_in, regions, C_out/groups)
            Value* output,                          // (N, C_out)
-           int64_t batch, int64_t chunks, int lanes, const __grid_constant__ Channels<T> channels) {
-  __shared__ SampleFinisher<T, kFinishColumns, kFinishThreads / kFinishColumns, 8, kSamples> finisher;
+           int64_t batch, int chunks, int lanes, const __grid_constant__ Channels<T> channels) {
+  __shared__ SampleFinisher<T, kFinishColumns, kFinishThreads / kFinishColumns, kSamples == 1 ? 16 : 8, kSamples>
+      finisher;
   __shared__ double shared[kSamples][kFinishDepth];
   allow_next_launch();
   const auto runs = static_cast<unsigned>(channels.runs);
@@ -1367,11 +1423,11 @@ __global__ void __launch_bounds__(kFinishThreads, kFinishBlocks)
   ChunkSums<kSamples, kFinishThreads> sums{shared, plane_sums, sample, batch, channels.in_channels * channels.regions,
                                            chunks, lanes};
   finisher.run(
-      channels, blockIdx.x % runs, runs, tap_sums, wait_for_previous_launch,
-      [&](int64_t first, int count) { return sums(first, count); },
+      channels, blockIdx.x % runs, runs, tap_sums, [] {}, [&](int64_t first, int count) { return sums(first, count); },
       [&](int s, int64_t channel, double value) {
         if (sample + s < batch) output[(sample + s) * channels.out_channels + channel] = from_double<Value>(value);
       });
+  wait_for_previous_launch();  // where there was no depth to wait for
 }
 
 // The same with all channels in one block, where they meet in a logsumexp. Alone on its multiprocessor with one sample, it
@@ -1380,40 +1436,35 @@ template <class T, int kSamples>
 __global__ void __launch_bounds__(kSampleThreads, kSamples == 1 ? 1 : kSampleBlocks)
     finish_logsumexp(const double* __restrict__ plane_sums, const double* __restrict__ tap_sums,
                      T* output,  // (N)
-                     int64_t batch, int64_t chunks, int lanes, const __grid_constant__ Channels<T> channels) {
+                     int64_t batch, int chunks, int lanes, const __grid_constant__ Channels<T> channels) {
   __shared__ SampleFinisher<T, kSampleColumns, kSampleThreads / kSampleColumns, 16 / kSamples, kSamples> finisher;
   __shared__ double shared[kSamples][kFinishDepth];
-  __shared__ RunningLogSumExp parts[kSamples][kSampleColumns];
+  __shared__ RowLogSumExp<kSamples> logsumexp;
   const int64_t sample = static_cast<int64_t>(blockIdx.x) * kSamples;
   ChunkSums<kSamples, kSampleThreads> sums{shared, plane_sums, sample, batch, channels.in_channels * channels.regions,
                                            chunks, lanes};
   RunningLogSumExp running{-INFINITY, 0};
   finisher.run(
-      channels, 0, 1, tap_sums, wait_for_previous_launch, [&](int64_t first, int count) { return sums(first, count); },
+      channels, 0, 1, tap_sums, [] {}, [&](int64_t first, int count) { return sums(first, count); },
       [&](int, int64_t, double value) { running.add(value); });
-  const int s = threadIdx.x / kSampleColumns, warp = threadIdx.x / 32;
-  if (s < kSamples) parts[s][threadIdx.x % kSampleColumns] = running;
-  __syncthreads();
-  if (warp < kSamples && sample + warp < batch) {
-    const double value = logsumexp_of(parts[warp]);
-    if (threadIdx.x % 32 == 0) output[sample + warp] = from_double<T>(value * channels.out_scale);
-  }
+  const double value = logsumexp(running);
+  const int s = threadIdx.x / kSampleColumns;
+  if (threadIdx.x % kSampleColumns == 0 && s < kSamples && sample + s < batch)
+    output[sample + s] = from_double<T>(value * channels.out_scale);
+  wait_for_previous_launch();  // where there was no depth to wait for
 }
 
 // Behind `finish`, where the weights of all channels are many: a block takes a sample.
 template <class T>
 __global__ void __launch_bounds__(kRowThreads) logsumexp_rows(const double* __restrict__ values,  // (N, C_out)
                                                               int64_t channels, double out_scale, T* output) {
-  __shared__ RunningLogSumExp parts[kRowThreads];
+  __shared__ RowLogSumExp<1> logsumexp;
   wait_for_previous_launch();
   const double* row = values + static_cast<int64_t>(blockIdx.x) * channels;
   RunningLogSumExp running{-INFINITY, 0};
 #pragma unroll 4
   for (int64_t c = threadIdx.x; c < channels; c += kRowThreads) running.add(row[c]);
-  parts[threadIdx.x] = running;
-  __syncthreads();
-  if (threadIdx.x >= 32) return;
-  const double value = logsumexp_of(parts);
+  const double value = logsumexp(running);
   if (threadIdx.x == 0) output[blockIdx.x] = from_double<T>(value * out_scale);
 }
 
@@ -1426,7 +1477,7 @@ __global__ void __launch_bounds__(kSampleThreads, kSampleBlocks)
                  T* output,  // (N, C_out), or (N) with kLogSumExp
                  const __grid_constant__ Channels<T> channels, const __grid_constant__ TapSums<T> taps) {
   __shared__ SampleFinisher<T, kSampleColumns, kSampleThreads / kSampleColumns, 4, 1> finisher;
-  __shared__ RunningLogSumExp parts[kSampleColumns];
+  __shared__ RowLogSumExp<1> logsumexp;
   __shared__ double shared[1][kSampleThreads];
   extern __shared__ __align__(16) double plane_sums[];  // (C_in)
   const int in_channels = static_cast<int>(channels.in_channels);
@@ -1479,10 +1530,7 @@ __global__ void __launch_bounds__(kSampleThreads, kSampleBlocks)
           output[sample * channels.out_channels + channel] = from_double<T>(value);
       });
   if constexpr (kLogSumExp) {
-    if (threadIdx.x < kSampleColumns) parts[threadIdx.x] = running;
-    __syncthreads();
-    if (threadIdx.x >= 32) return;
-    const double value = logsumexp_of(parts);
+    const double value = logsumexp(running);
     if (threadIdx.x == 0) output[sample] = from_double<T>(value * channels.out_scale);
   }
 }
@@ -1565,7 +1613,8 @@ Tensor global_avg_pool_cuda(const Tensor& input) {
     const Tensor workspace = empty_bytes(plan.workspace, input);
     auto* sums = static_cast<double*>(workspace.mutable_data_ptr());
     sum_into(PartialSum{sums});
-    cuda.launch(plan.launch[1], finish_mean<T>, sums, problem.batch * problem.channels, plan.chunks, plan.lanes, mean);
+    cuda.launch(plan.launch[1], finish_mean<T>, sums, problem.batch * problem.channels, static_cast<int>(plan.chunks),
+                plan.lanes, mean);
   });
   return output;
 }
@@ -1663,8 +1712,8 @@ Tensor run_chain(const char* op, bool logsumexp, const Tensor& input, const Tens
         launch_plane_sums(cuda, plan, problem, data, PartialSum{sums}, taps);
     }
     const auto launch_finish = [&](const auto& kernel, auto* values) {
-      cuda.launch(plan.launch[1], kernel, sums, taps.sums, values, problem.batch, plan.chunks, plan.finish_lanes,
-                  channels);
+      cuda.launch(plan.launch[1], kernel, sums, taps.sums, values, problem.batch, static_cast<int>(plan.chunks),
+                  plan.finish_lanes, channels);
     };
     const bool alone = plan.finish_samples == 1;
     if (!logsumexp) return launch_finish(alone ? finish<T, T, 1> : finish<T, T, kFinishSamples>, result);
