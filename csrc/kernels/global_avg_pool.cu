@@ -1312,7 +1312,7 @@ struct Channels {
 // Turns the plane sums of kSamples samples into their values at the output channels, a run of kColumns of them after
 // another: those of number `first`, first + step and so on. A block's threads are the columns of a run times kSlices slices
 // of the depth, which runs over input channels and regions. depth_sums(first, count) gives those plane sums in shared memory,
-// the samples kFinishDepth apart; it and tap_sums hold from ready() on. store(s, channel, value) takes what comes out, of one
+// the samples kFinishDepth apart; it and tap_sum(i) hold from ready() on. store(s, channel, value) takes what comes out, of one
 // sample and column in each thread that is given any. Everything is asked for as early as it is there, the parameters before
 // ready() and the first weights before the sums, so that all are under way at once.
 template <class T, int kColumns, int kSlices, int kAhead, int kSamples>
@@ -1320,8 +1320,8 @@ struct SampleFinisher {
   static_assert(kSamples <= kSlices && kFinishDepth % (kAhead * kSlices) == 0);
   double dots[kSamples][kSlices][kColumns];
 
-  template <class Ready, class DepthSums, class Store>
-  __device__ void run(const Channels<T>& channels, int64_t first, int64_t step, const double* tap_sums,
+  template <class TapSum, class Ready, class DepthSums, class Store>
+  __device__ void run(const Channels<T>& channels, int64_t first, int64_t step, const TapSum& tap_sum,
                       const Ready& ready, const DepthSums& depth_sums, const Store& store) {
     const int64_t per_group = channels.per_group, depth = channels.depth;
     const int column = threadIdx.x % kColumns, slice = threadIdx.x / kColumns;
@@ -1334,7 +1334,7 @@ struct SampleFinisher {
       if (stores) affine = channels.affine(channel);
       if (run == first) ready();
       double partial[kSamples] = {};
-      const double* next = tap_sums + (group * depth + slice) * per_group + j;
+      int64_t next = (group * depth + slice) * per_group + j;
 #pragma unroll 1
       for (int64_t k0 = 0; k0 < depth; k0 += kFinishDepth) {
         const int count = static_cast<int>(min(static_cast<int64_t>(kFinishDepth), depth - k0));
@@ -1344,7 +1344,7 @@ struct SampleFinisher {
           double weights[kAhead];
 #pragma unroll
           for (int u = 0; u < kAhead; ++u) {
-            weights[u] = exists && begin + u * kSlices + slice < count ? *next : 0.0;
+            weights[u] = exists && begin + u * kSlices + slice < count ? tap_sum(next) : 0.0;
             next += kSlices * per_group;
           }
           if (begin == 0) sums = depth_sums(group * depth + k0, count) + slice;
@@ -1405,14 +1405,20 @@ struct ChunkSums {
   }
 };
 
+// U of a launch that may not have ended: as it is in the L2 cache, where its writer's fence left it.
+struct EarlyTapSums {
+  const double* sums;  // (C_in, regions, C_out/groups)
+  __device__ double operator()(int64_t i) const { return __ldcg(sums + i); }
+};
+
 // Behind the kernel that sums the planes: a block takes a run of channels of kSamples samples. Value is T, or double where a
 // logsumexp follows. The first sums of taps are read before the wait for those of planes, as TapSums allows: on H200, that
 // and what follows the wait kept short are 1.2 us of the 5 that workload A took beyond a pure read.
 template <class T, class Value, int kSamples>
 __global__ void __launch_bounds__(kFinishThreads, kFinishBlocks)
     finish(const double* __restrict__ plane_sums,  // (N, C_in, regions, chunks)
-           const double* __restrict__ tap_sums,    // (C_in, regions, C_out/groups)
-           Value* output,                          // (N, C_out)
+           EarlyTapSums tap_sum,
+           Value* output,  // (N, C_out)
            int64_t batch, int chunks, int lanes, const __grid_constant__ Channels<T> channels) {
   __shared__ SampleFinisher<T, kFinishColumns, kFinishThreads / kFinishColumns, kSamples == 1 ? 16 : 8, kSamples>
       finisher;
@@ -1423,7 +1429,7 @@ __global__ void __launch_bounds__(kFinishThreads, kFinishBlocks)
   ChunkSums<kSamples, kFinishThreads> sums{shared, plane_sums, sample, batch, channels.in_channels * channels.regions,
                                            chunks, lanes};
   finisher.run(
-      channels, blockIdx.x % runs, runs, tap_sums, [] {}, [&](int64_t first, int count) { return sums(first, count); },
+      channels, blockIdx.x % runs, runs, tap_sum, [] {}, [&](int64_t first, int count) { return sums(first, count); },
       [&](int s, int64_t channel, double value) {
         if (sample + s < batch) output[(sample + s) * channels.out_channels + channel] = from_double<Value>(value);
       });
@@ -1434,7 +1440,7 @@ __global__ void __launch_bounds__(kFinishThreads, kFinishBlocks)
 // spills no registers: spilling, it took 2 us longer.
 template <class T, int kSamples>
 __global__ void __launch_bounds__(kSampleThreads, kSamples == 1 ? 1 : kSampleBlocks)
-    finish_logsumexp(const double* __restrict__ plane_sums, const double* __restrict__ tap_sums,
+    finish_logsumexp(const double* __restrict__ plane_sums, EarlyTapSums tap_sum,
                      T* output,  // (N)
                      int64_t batch, int chunks, int lanes, const __grid_constant__ Channels<T> channels) {
   __shared__ SampleFinisher<T, kSampleColumns, kSampleThreads / kSampleColumns, 16 / kSamples, kSamples> finisher;
@@ -1445,7 +1451,7 @@ __global__ void __launch_bounds__(kSampleThreads, kSamples == 1 ? 1 : kSampleBlo
                                            chunks, lanes};
   RunningLogSumExp running{-INFINITY, 0};
   finisher.run(
-      channels, 0, 1, tap_sums, [] {}, [&](int64_t first, int count) { return sums(first, count); },
+      channels, 0, 1, tap_sum, [] {}, [&](int64_t first, int count) { return sums(first, count); },
       [&](int, int64_t, double value) { running.add(value); });
   const double value = logsumexp(running);
   const int s = threadIdx.x / kSampleColumns;
@@ -1522,7 +1528,8 @@ __global__ void __launch_bounds__(kSampleThreads, kSampleBlocks)
   };
   RunningLogSumExp running{-INFINITY, 0};
   finisher.run(
-      channels, 0, 1, tap_sums, ready, [&](int64_t first, int) { return plane_sums + first; },
+      channels, 0, 1, [&](int64_t i) { return tap_sums[i]; }, ready,
+      [&](int64_t first, int) { return plane_sums + first; },
       [&](int, int64_t channel, double value) {
         if constexpr (kLogSumExp)
           running.add(value);
@@ -1712,7 +1719,7 @@ Tensor run_chain(const char* op, bool logsumexp, const Tensor& input, const Tens
         launch_plane_sums(cuda, plan, problem, data, PartialSum{sums}, taps);
     }
     const auto launch_finish = [&](const auto& kernel, auto* values) {
-      cuda.launch(plan.launch[1], kernel, sums, taps.sums, values, problem.batch, static_cast<int>(plan.chunks),
+      cuda.launch(plan.launch[1], kernel, sums, EarlyTapSums{taps.sums}, values, problem.batch, static_cast<int>(plan.chunks),
                   plan.finish_lanes, channels);
     };
     const bool alone = plan.finish_samples == 1;
