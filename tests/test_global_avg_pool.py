@@ -350,6 +350,8 @@ def test_channels_last_chains(
         (2, (9, 2), {"groups": 8}, ["finish_logsumexp"]),
         (2, (9, 2), {"groups": 16}, ["finish", "logsumexp_rows"]),
         (2, (1, 2), {"groups": 64}, ["finish", "logsumexp_rows"]),
+        # as many sums of taps as threads run at once, which the finishing kernel reads early; and more
+        *((2, (co, 2), {}, ["finish", "logsumexp_rows"]) for co in (4224, 4225)),
         # from the second on, a block takes four samples
         *((batch, (65, 2), {}, ["finish_logsumexp"]) for batch in (132, 133, 134, 135, 136)),
         *((batch, (513, 2), {}, ["finish", "logsumexp_rows"]) for batch in (23, 24, 26)),
@@ -370,6 +372,13 @@ def test_finish_boundaries(
             assert torch.equal(
                 getattr(fused_kernels, op)(x[n : n + 1], w, bias, **kwargs, shift=bias), result[n : n + 1]
             )
+
+
+def test_one_block_has_more_weights_where_chunks_are_many() -> None:
+    x, w = (torch.empty(*shape, device="meta") for shape in ((16, 64, 128, 128), (64, 128, 3, 3)))
+    kwargs = {"stride": 2, "padding": 1, "output_padding": 1}
+    assert kernels(A, x, w, **kwargs)[1:] == ["finish", "logsumexp_rows"]
+    assert kernels(A, x.to(memory_format=torch.channels_last), w, **kwargs)[1:] == ["finish_logsumexp"]
 
 
 @both_chains

@@ -117,13 +117,14 @@ __device__ inline int rows_share(int64_t n, int row, int rows) { return static_c
 // The weight summed over the taps that meet each region: U[ci, r, j], j the output channel within its group. The first
 // `blocks` blocks of a summing kernel do this, beside the others; none where there is no weight.
 //
-// The finishing kernel reads these sums before it waits for the rest: it starts when every block has ended or allowed it,
-// and a block with such sums does neither before they are out (the fence).
+// Where they are `early`, the finishing kernel reads them before it waits for the rest: it starts when every block has ended or
+// allowed it, and a block with such sums does neither before they are out (the fence).
 template <class T>
 struct TapSums {
   const T* weight = nullptr;  // (C_in, C_out/groups, taps)
   double* sums = nullptr;     // (C_in, regions, C_out/groups)
   int64_t blocks = 0, pairs = 0, per_group = 0, taps = 0;
+  bool early = false;
 
   __device__ double all_taps(int64_t pair, int lane, int lanes) const {
     constexpr int kAhead = 9;  // a 3 x 3 kernel at once
@@ -167,15 +168,17 @@ struct TapSums {
 
   __device__ bool is_mine() const { return blockIdx.x < blocks; }
   __device__ void run() const {
+    if (!early) allow_next_launch();
     const int lanes = taps >= kManyTaps ? 8 : 1, lane = threadIdx.x % lanes;
     for (int64_t pair = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / lanes;
          pair < (pairs + 31) / 32 * 32; pair += blocks * blockDim.x / lanes) {
       const double sum = group_sum(pair < pairs ? all_taps(pair, lane, lanes) : 0.0, lanes);
       if (lane == 0 && pair < pairs) sums[pair] = sum;
     }
-    __threadfence();
+    if (early) __threadfence();
   }
   __device__ void run(const Regions& regions) const {
+    if (!early) allow_next_launch();
     run<int64_t>(regions, blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x);
   }
   // By the threads of `blocks` blocks, of which this is number `first`.
@@ -188,7 +191,7 @@ struct TapSums {
       sums[(ci * regions.total + regions.first + region) * per_group + j] =
           region_taps<Index>(ci * per_group + j, region, regions);
     }
-    if (first < pairs * count) __threadfence();
+    if (early && first < pairs * count) __threadfence();
   }
 };
 
@@ -1405,19 +1408,23 @@ struct ChunkSums {
   }
 };
 
-// U of a launch that may not have ended: as it is in the L2 cache, where its writer's fence left it.
-struct EarlyTapSums {
+// U as the finishing kernel reads it: early, as it is in the L2 cache, where its writers' fences left it.
+struct SummedTaps {
   const double* sums;  // (C_in, regions, C_out/groups)
+  bool early;
+  __device__ void wait() const {
+    if (!early) wait_for_previous_launch();
+  }
   __device__ double operator()(int64_t i) const { return __ldcg(sums + i); }
 };
 
 // Behind the kernel that sums the planes: a block takes a run of channels of kSamples samples. Value is T, or double where a
-// logsumexp follows. The first sums of taps are read before the wait for those of planes, as TapSums allows: on H200, that
+// logsumexp follows. The first sums of taps are read before the wait for those of planes, if TapSums allows: on H200, that
 // and what follows the wait kept short are 1.2 us of the 5 that workload A took beyond a pure read.
 template <class T, class Value, int kSamples>
 __global__ void __launch_bounds__(kFinishThreads, kFinishBlocks)
     finish(const double* __restrict__ plane_sums,  // (N, C_in, regions, chunks)
-           EarlyTapSums tap_sum,
+           SummedTaps tap_sum,
            Value* output,  // (N, C_out)
            int64_t batch, int chunks, int lanes, const __grid_constant__ Channels<T> channels) {
   __shared__ SampleFinisher<T, kFinishColumns, kFinishThreads / kFinishColumns, kSamples == 1 ? 16 : 8, kSamples>
@@ -1429,7 +1436,8 @@ __global__ void __launch_bounds__(kFinishThreads, kFinishBlocks)
   ChunkSums<kSamples, kFinishThreads> sums{shared, plane_sums, sample, batch, channels.in_channels * channels.regions,
                                            chunks, lanes};
   finisher.run(
-      channels, blockIdx.x % runs, runs, tap_sum, [] {}, [&](int64_t first, int count) { return sums(first, count); },
+      channels, blockIdx.x % runs, runs, tap_sum, [&] { tap_sum.wait(); },
+      [&](int64_t first, int count) { return sums(first, count); },
       [&](int s, int64_t channel, double value) {
         if (sample + s < batch) output[(sample + s) * channels.out_channels + channel] = from_double<Value>(value);
       });
@@ -1440,7 +1448,7 @@ __global__ void __launch_bounds__(kFinishThreads, kFinishBlocks)
 // spills no registers: spilling, it took 2 us longer.
 template <class T, int kSamples>
 __global__ void __launch_bounds__(kSampleThreads, kSamples == 1 ? 1 : kSampleBlocks)
-    finish_logsumexp(const double* __restrict__ plane_sums, EarlyTapSums tap_sum,
+    finish_logsumexp(const double* __restrict__ plane_sums, SummedTaps tap_sum,
                      T* output,  // (N)
                      int64_t batch, int chunks, int lanes, const __grid_constant__ Channels<T> channels) {
   __shared__ SampleFinisher<T, kSampleColumns, kSampleThreads / kSampleColumns, 16 / kSamples, kSamples> finisher;
@@ -1451,7 +1459,7 @@ __global__ void __launch_bounds__(kSampleThreads, kSamples == 1 ? 1 : kSampleBlo
                                            chunks, lanes};
   RunningLogSumExp running{-INFINITY, 0};
   finisher.run(
-      channels, 0, 1, tap_sum, [] {}, [&](int64_t first, int count) { return sums(first, count); },
+      channels, 0, 1, tap_sum, [&] { tap_sum.wait(); }, [&](int64_t first, int count) { return sums(first, count); },
       [&](int, int64_t, double value) { running.add(value); });
   const double value = logsumexp(running);
   const int s = threadIdx.x / kSampleColumns;
@@ -1695,7 +1703,8 @@ Tensor run_chain(const char* op, bool logsumexp, const Tensor& input, const Tens
                     plan.tap_blocks,
                     conv.in_channels * per_group,
                     per_group,
-                    problem.taps};
+                    problem.taps,
+                    plan.early_taps};
     const T* data = static_cast<const T*>(x.const_data_ptr());
     if (plan.sum == SumKernel::kNone) {
       cuda.launch(plan.launch[0], logsumexp ? whole_sample<T, true> : whole_sample<T, false>, data,
@@ -1719,8 +1728,8 @@ Tensor run_chain(const char* op, bool logsumexp, const Tensor& input, const Tens
         launch_plane_sums(cuda, plan, problem, data, PartialSum{sums}, taps);
     }
     const auto launch_finish = [&](const auto& kernel, auto* values) {
-      cuda.launch(plan.launch[1], kernel, sums, EarlyTapSums{taps.sums}, values, problem.batch, static_cast<int>(plan.chunks),
-                  plan.finish_lanes, channels);
+      cuda.launch(plan.launch[1], kernel, sums, SummedTaps{taps.sums, taps.early}, values, problem.batch,
+                  static_cast<int>(plan.chunks), plan.finish_lanes, channels);
     };
     const bool alone = plan.finish_samples == 1;
     if (!logsumexp) return launch_finish(alone ? finish<T, T, 1> : finish<T, T, kFinishSamples>, result);

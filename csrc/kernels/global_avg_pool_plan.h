@@ -90,11 +90,12 @@ struct GlobalPoolPlan : Plan {
   int64_t channel_blocks = 1;  // kColumn and kColumnStream: blocks side by side, for all channels
   int64_t items = 0;           // kColumnStream and kBoxStream: what their blocks share
   bool whole_planes = false;   // kColumnStream: an item is all chunks of a plane
-  int64_t tap_blocks = 0;  // blocks of the summing kernel that sum the weight's taps: leading ones, which do no more;
-                           // of kBoxStream all
-  int finish_columns = 1;  // output channels that a finishing block computes at once
-  int finish_samples = 1;  // of a finishing block
-  int finish_lanes = 1;    // per plane or region
+  int64_t tap_blocks = 0;   // blocks of the summing kernel that sum the weight's taps: leading ones, which do no more;
+                            // of kBoxStream all
+  bool early_taps = false;  // whether the finishing kernel may read these sums before the summing kernel has ended
+  int finish_columns = 1;   // output channels that a finishing block computes at once
+  int finish_samples = 1;   // of a finishing block
+  int finish_lanes = 1;     // per plane or region
 };
 
 inline constexpr int64_t kWarpBytes = 4096;       // what a warp takes of a chunk: eight loads of 16 bytes a lane
@@ -162,6 +163,9 @@ inline constexpr int64_t kSampleBytes =
 inline constexpr int64_t kSamplePairs = 4096;  // channel sums and tap sums that it keeps in shared memory
 inline constexpr int kManyTaps = 16;           // from here on 8 lanes share a sum of taps
 
+// Threads per multiprocessor that sum taps which the finishing kernel reads early: as many as run at once, since the fences
+// of the others would delay blocks that follow. On H200, 2 million of them, (8, 2048, 7, 7) -> 1000, take 82 us so, else 63.
+inline constexpr int64_t kMaxEarlyTapThreads = 2048;
 // Finishing blocks compute a run of output channels at once; their threads are the channels times slices of the depth, input
 // channels and regions.
 inline constexpr int kFinishThreads = 256;
@@ -171,11 +175,12 @@ inline constexpr int kFinishDepth = 256;  // sums in shared memory at a time
 // Samples of a block, which share its reads of the weights, where there are enough of them.
 inline constexpr int kFinishSamples = 4;
 // Blocks that have all channels of a sample, for a logsumexp. Of more weights, a block reads longer than one more launch takes:
-// on H200, (16, 64, 128, 128) with padding, 32768 of them, takes 28.9 us in one block a sample and 28.0 in two launches.
+// on H200, (16, 64, 128, 128) with padding, 32768 of them, takes 28.9 us in one block a sample and 28.0 in two launches. Where
+// chunks are many, each block would read them all: the same, channels_last, takes 44.4 us and 49.2.
 inline constexpr int kSampleThreads = 512;
 inline constexpr int kSampleBlocks = 2;  // per multiprocessor
 inline constexpr int kSampleColumns = 128;
-inline constexpr int64_t kMaxSampleWeights = 16384;
+inline constexpr int64_t kMaxSampleWeights = 16384, kMaxChunkedWeights = 32768;
 inline constexpr int64_t kMaxSampleRuns = 8;  // the same: one after another
 inline constexpr int kRowThreads = kSampleColumns;
 
@@ -217,9 +222,11 @@ inline GlobalPoolPlan plan_global_avg_pool(const GlobalPoolProblem& problem, con
     return plan;
   }
 
-  if (problem.chain)
-    plan.tap_blocks =
-        ceil_div(pairs * ceil_div(problem.regions, problem.parts) * (problem.taps >= kManyTaps ? 8 : 1), 256);
+  if (problem.chain) {
+    const int64_t threads = pairs * ceil_div(problem.regions, problem.parts) * (problem.taps >= kManyTaps ? 8 : 1);
+    plan.tap_blocks = ceil_div(threads, 256);
+    plan.early_taps = threads <= kMaxEarlyTapThreads * device.multiprocessors;
+  }
   const int vector = 16 / problem.itemsize;
   // Blocks that stay: as many on each multiprocessor as make the rounds of items even.
   const auto add_stream = [&](const char* kernel, int64_t items, int threads) {
@@ -277,6 +284,7 @@ inline GlobalPoolPlan plan_global_avg_pool(const GlobalPoolProblem& problem, con
   } else if (problem.boxes && vectors > 0 && problem.sizes[2] % vector == 0 && problem.plane <= kMaxBoxPlane &&
              problem.taps <= kMaxBoxPlane) {
     plan.variant = "stream of boxes";
+    plan.early_taps = problem.chain;
     plan.sum = SumKernel::kBoxStream;
     plan.width = vector;
     const int64_t extents[] = {problem.sizes[0], problem.sizes[1], problem.sizes[2] / vector};
@@ -339,8 +347,9 @@ inline GlobalPoolPlan plan_global_avg_pool(const GlobalPoolProblem& problem, con
     const auto runs_of = [&](int columns) {
       return problem.groups * ceil_div(problem.out_channels / problem.groups, columns);
     };
+    const int64_t most_weights = 4 * plan.chunks < problem.out_channels ? kMaxSampleWeights : kMaxChunkedWeights;
     const bool in_one_block = problem.logsumexp && runs_of(kSampleColumns) <= kMaxSampleRuns &&
-                              count_product({depth, problem.out_channels}) <= kMaxSampleWeights;
+                              count_product({depth, problem.out_channels}) <= most_weights;
     const int threads = in_one_block ? kSampleThreads : kFinishThreads;
     plan.finish_columns = in_one_block ? kSampleColumns : kFinishColumns;
     const int64_t runs = runs_of(plan.finish_columns);
