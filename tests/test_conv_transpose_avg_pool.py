@@ -671,6 +671,18 @@ def test_sums_beyond_float32_that_a_factor_brings_back(kernel: int) -> None:
     assert ours.isfinite().all()
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", [f16, bf16], ids=str)
+@pytest.mark.parametrize("factor", [1.0, 4.0, 100.0])
+def test_sums_beyond_float32_of_both_signs(inputs: Inputs, dtype: torch.dtype, layout: str, factor: float) -> None:
+    """Of two channels that cancel, where a factor takes the sums of each beyond what float32, or the dtype, holds."""
+    x = LAYOUTS[layout](inputs.input(2, 2, 4, 9, 8, dtype=dtype).fill_(0.9 * torch.finfo(dtype).max))
+    w = inputs.weight(2, 3, 3, 3, 3, dtype=dtype).fill_(0.125)
+    w[1] *= -1
+    assert launched(B, {"input": x, "weight": w, **WORKLOAD}).endswith("staged_conv")
+    assert (check(B, x, w, **WORKLOAD, scale1=factor, against_eager=False) == 0).all()
+
+
 # ---- sizes ---------------------------------------------------------------------------------------------------------
 
 

@@ -341,9 +341,9 @@ def test_channels_last_chains(
         # the most weights that one block reads, 16384
         (2, (256, 2), {}, ["finish_logsumexp"]),
         (2, (257, 2), {}, ["finish", "logsumexp_rows"]),
-        # more than 256 of the depth
-        (3, (16, 5), {"padding": 2}, ["finish_logsumexp"]),
         (2, (1030, 2), {}, ["finish", "logsumexp_rows"]),
+        # more than 256 of the depth, or groups
+        (3, (16, 5), {"padding": 2}, ["finish_logsumexp"]),
         (3, (80, 3), {"padding": 1, "groups": 2}, ["finish_logsumexp"]),
         (3, (129, 5), {"padding": 2}, ["finish", "logsumexp_rows"]),
         # at most eight runs of channels: each group has its own
@@ -382,10 +382,25 @@ def test_one_block_has_more_weights_where_chunks_are_many() -> None:
 
 
 @both_chains
-@pytest.mark.parametrize("padding", [0, 1])
-def test_weights_changed_between_calls(inputs: Inputs, op: str, padding: int) -> None:
+@pytest.mark.parametrize(
+    ("shape", "layout", "padding", "sums"),
+    [
+        ((16, 64, 64, 128), "contiguous", 0, "chunk_sums"),
+        ((64, 64, 8, 48), "contiguous", 0, "plane_stream"),
+        ((64, 64, 7, 7), "contiguous", 0, "tile_sums"),
+        ((16, 64, 64, 128), "channels_last", 0, "column_stream"),
+        ((16, 64, 64, 128), "channels_last", 1, "column_sums"),
+        ((16, 64, 64, 128), "contiguous", 1, "box_stream"),
+        ((16, 64, 64, 127), "contiguous", 1, "box_sums"),
+    ],
+    ids=str,
+)
+def test_weights_changed_between_calls(
+    inputs: Inputs, op: str, shape: tuple[int, ...], layout: str, padding: int, sums: str
+) -> None:
     """The finishing kernel reads the sums of taps before all planes are summed, and never those of the call before."""
-    x, weights = inputs.input(16, 64, 64, 128), [inputs.weight(64, 128, 3, 3) for _ in range(2)]
+    x, weights = LAYOUTS[layout](inputs.input(*shape)), [inputs.weight(64, 128, 3, 3) for _ in range(2)]
+    assert kernels(op, x, weights[0], padding=padding)[0] == sums
     call = functools.partial(getattr(fused_kernels, op), x, padding=padding)
     expected = [call(w) for w in weights]
     assert not torch.equal(*expected)

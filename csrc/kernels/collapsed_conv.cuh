@@ -56,7 +56,7 @@ struct Affine {
   Acc over_pool, bias, scale1, shift, scale2;
   template <class T>
   __device__ Affine(const Convolution<T>& conv, int64_t channel) : Affine(conv, channel, 1.0 / conv.pool_size) {}
-  // Where V brings the average of the pool with it, 1.
+  // With what a sum is multiplied by: 1, where V brings the average of the pool with it.
   template <class T>
   __device__ Affine(const Convolution<T>& conv, int64_t channel, double over_pool)
       : over_pool(static_cast<Acc>(over_pool)),

@@ -155,8 +155,8 @@ inline constexpr int kBoxThreads = 128;
 inline constexpr int64_t kBoxChunks = 4;  // of a plane, where that is between these
 inline constexpr int64_t kMinBoxBytes = 16384, kMaxBoxBytes = 65536;
 inline constexpr int64_t kLaneLoads = 64;
-// Elements, and taps: it counts in 32 bits, up to 32 loads beyond the last.
-inline constexpr int64_t kMaxBoxPlane = INT32_MAX - 1024;
+// It counts in 32 bits: elements, up to 32 loads beyond the last, and taps, up to eight rounds of them.
+inline constexpr int64_t kMaxBoxPlane = INT32_MAX - 1024, kMaxBoxTaps = INT32_MAX / 9;
 
 inline constexpr int64_t kSampleBytes =
     65536;  // a block reads this in about a microsecond, less than another launch takes
@@ -282,7 +282,7 @@ inline GlobalPoolPlan plan_global_avg_pool(const GlobalPoolProblem& problem, con
     }
     plan.add("column_sums", plan.tap_blocks + problem.batch * plan.chunks * plan.channel_blocks, kColumnThreads);
   } else if (problem.boxes && vectors > 0 && problem.sizes[2] % vector == 0 && problem.plane <= kMaxBoxPlane &&
-             problem.taps <= kMaxBoxPlane) {
+             problem.taps <= kMaxBoxTaps) {
     plan.variant = "stream of boxes";
     plan.early_taps = problem.chain;
     plan.sum = SumKernel::kBoxStream;

@@ -47,11 +47,14 @@ template <class T>
 struct StagedTypes {
   using Element = float;            // what is multiplied, and added up in
   static constexpr int kTerms = 2;  // numbers that V is split into
+  // Whether its sums may be more than float32 holds: not of float16, whose inputs are below 2^16.
+  static constexpr bool kMayOverflow = std::is_same_v<T, __nv_bfloat16>;
 };
 template <>
 struct StagedTypes<float> {
   using Element = double;
   static constexpr int kTerms = 1;
+  static constexpr bool kMayOverflow = false;
 };
 
 // What the warps of a block tell each other. Each barrier counts the uses of its buffer: `wait` returns when use number
@@ -61,6 +64,7 @@ struct StagedSignals {
   __mbarrier_t computed[kStagedBuffers], stored[kStagedBuffers];  // results, by the consumers and by the storer
   __mbarrier_t collapsed;  // V, by the consumers, and what is added, by the storer
   int exotic;              // whether V or the factors are not what the tensor cores may be trusted with
+  int suspect;             // whether results are not finite, perhaps since float32 could not hold their sums
 
   __device__ void init() {
     for (int i = 0; i < kStagedSlots; ++i) {
@@ -72,7 +76,7 @@ struct StagedSignals {
       __mbarrier_init(&stored[i], 32);
     }
     __mbarrier_init(&collapsed, 32 * (kStagedConsumers + 1));
-    exotic = false;
+    exotic = suspect = false;
   }
   __device__ static void wait(__mbarrier_t& barrier, unsigned use) {
     while (!__mbarrier_try_wait_parity(&barrier, use % 2, 1000000)) {
@@ -522,6 +526,7 @@ __device__ void compute_results(const Convolution<T>& conv, const Staged& staged
                       base[4] = {first_base[0], first_base[0], first_base[8], first_base[8]};
         if (job >= kStagedBuffers) StagedSignals::wait(signals.stored[buffer], job / kStagedBuffers - 1);
         if (left + t > 0) {
+          [[maybe_unused]] float check = 0;  // not finite if any of the sums is not
 #pragma unroll 1
           for (int r = 0; r < rows; r += kTogether) {
             Element sums[kTogether][4];
@@ -555,16 +560,22 @@ __device__ void compute_results(const Convolution<T>& conv, const Staged& staged
 #pragma unroll
             for (int k = 0; k < kTogether; ++k) {
               // All rows of the tile have room, also those that do not exist.
-              if (k == kFewStagedRows / 2 && warp_rows == k) break;
+              if (k == kFewStagedRows / (kStagedConsumers / kStrips) && warp_rows == k) break;
 #pragma unroll
               for (int e = 0; e < 4; ++e) {
                 T* const target = kChannelsLast ? (e % 2 ? to2 : to) + e / 2 * 8 : (e / 2 ? to2 : to) + e % 2 * 4;
-                if (writes[e]) *target = from_accumulator<T>(static_cast<float>(sums[k][e]));
+                if (writes[e]) {
+                  const float value = static_cast<float>(sums[k][e]);
+                  if constexpr (StagedTypes<T>::kMayOverflow) check += value;
+                  *target = from_accumulator<T>(value);
+                }
               }
               to += result_row;
               to2 += result_row;
             }
           }
+          if constexpr (StagedTypes<T>::kMayOverflow)
+            if (!isfinite(check)) signals.suspect = true;
         }
         publish_results();
         __mbarrier_arrive(&signals.computed[buffer]);
@@ -575,9 +586,9 @@ __device__ void compute_results(const Convolution<T>& conv, const Staged& staged
   });
 }
 
-// The outputs of the block once more as they are defined.
+// The outputs of the block once more as they are defined: all of them, or those that are not finite.
 template <class T>
-__device__ __noinline__ void repair_outputs(const Convolution<T>& conv, const Staged& staged) {
+__device__ __noinline__ void repair_outputs(const Convolution<T>& conv, const Staged& staged, bool all) {
   const int64_t* strides = conv.output_strides;
   for_runs(staged, [&](const StagedRun& run) {
     const int rows = run.rows(staged), columns = run.columns(staged), channels = staged.out_channels;
@@ -585,8 +596,8 @@ __device__ __noinline__ void repair_outputs(const Convolution<T>& conv, const St
 #pragma unroll 1
       for (int64_t i = threadIdx.x; i < static_cast<int64_t>(channels) * rows * columns; i += kStagedThreads) {
         const int x = i % columns, y = i / columns % rows, co = i / columns / rows;
-        run.tile(conv)[co * strides[1] + (z - run.begin) * strides[2] + y * strides[3] + x * strides[4]] =
-            direct_value(conv, run.n, co, z, run.y + y, run.x + x);
+        T& output = run.tile(conv)[co * strides[1] + (z - run.begin) * strides[2] + y * strides[3] + x * strides[4]];
+        if (all || !isfinite(to_accumulator(output))) output = direct_value(conv, run.n, co, z, run.y + y, run.x + x);
       }
   });
 }
@@ -612,7 +623,7 @@ __global__ void __launch_bounds__(kStagedThreads, kStagedBlocks)
     wait_for_bulk_writes();
   }
   __syncthreads();
-  if (signals.exotic) repair_outputs(conv, staged);
+  if (signals.exotic || (StagedTypes<T>::kMayOverflow && signals.suspect)) repair_outputs(conv, staged, signals.exotic);
 #else
   __trap();  // the plan knows better
 #endif
