@@ -362,20 +362,22 @@ Buffer channel_means(const ConvTranspose<int64_t>& conv, const T* weight, const 
   };
   torch::stable::parallel_for(
       0, conv.groups * tiles, items_per_thread(kTile * depth * (conv.batch + taps)), [&](int64_t begin, int64_t end) {
-        std::vector<double> weights(static_cast<size_t>(block * regions * kTile)), dots(kSamples * kTile);
-        const Buffer from = buffer(most), to = buffer(most);
+        const Buffer weights = buffer(std::min(block, in_group) * regions * kTile), from = buffer(most),
+                     to = buffer(most);
+        const int64_t most_dots = std::min(kSamples, conv.batch) * kTile;
+        const Buffer dots = buffer(most_dots);
         for (int64_t item = begin; item < end; ++item) {
           const int64_t group = item / tiles, first = item % tiles * kTile, width = std::min(kTile, out_group - first);
           for (int64_t n = 0; n < conv.batch; n += kSamples) {
             const int64_t samples = std::min(kSamples, conv.batch - n);
-            std::fill(dots.begin(), dots.end(), 0.0);
+            std::fill(dots.get(), dots.get() + most_dots, 0.0);
             for (int64_t ci = 0; ci < in_group; ci += block) {
               const int64_t channels = std::min(block, in_group - ci);
               for (int64_t c = 0; c < channels; ++c)
                 tap_sums(weight + ((group * in_group + ci + c) * out_group + first) * taps, width, from.get(), to.get(),
-                         weights.data() + c * regions * kTile);
+                         weights.get() + c * regions * kTile);
               add_dots(sums + ((n * conv.groups + group) * in_group + ci) * regions, conv.in_channels * regions,
-                       samples, weights.data(), channels * regions, dots.data());
+                       samples, weights.get(), channels * regions, dots.get());
             }
             for (int64_t i = 0; i < samples; ++i)
               for (int64_t m = 0; m < width; ++m)
