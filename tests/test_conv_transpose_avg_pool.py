@@ -680,7 +680,10 @@ def test_sums_beyond_float32_of_both_signs(inputs: Inputs, dtype: torch.dtype, l
     w = inputs.weight(2, 3, 3, 3, 3, dtype=dtype).fill_(0.125)
     w[1] *= -1
     assert launched(B, {"input": x, "weight": w, **WORKLOAD}).endswith("staged_conv")
-    assert (check(B, x, w, **WORKLOAD, scale1=factor, against_eager=False) == 0).all()
+    ours = check(B, x, w, **WORKLOAD, scale1=factor, against_eager=False)
+    # Sums of float16 inputs, which float32 holds, are rounded; those of bfloat16 are zero, or they would not be finite.
+    magnitude = conv_transpose_avg_pool(x.double(), w.abs().double(), **WORKLOAD, scale1=factor).max().item()
+    assert ours.abs().max().item() <= (magnitude * 2**-24 if dtype == f16 else 0)
 
 
 # ---- sizes ---------------------------------------------------------------------------------------------------------

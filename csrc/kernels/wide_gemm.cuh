@@ -110,10 +110,11 @@ struct WideJob {
   }
 };
 
-// Which of the rings' slots are full, and which are free again.
+// Which of the rings' slots are full, and which are free again; and that one consumer is as far ahead as it should be.
 struct WideSignals {
   __mbarrier_t weights_full[kMaxWideWeightSlots], weights_free[kMaxWideWeightSlots];
   __mbarrier_t inputs_full[kMaxWideSlots], inputs_free[kMaxWideSlots];
+  __mbarrier_t ahead;
   __device__ void init(const WideTiling& tiling) {
     constexpr int kConsumerWarps = kWideConsumers * kWarpgroup / 32;
     for (int i = 0; i < tiling.weight_slots; ++i) {
@@ -124,6 +125,7 @@ struct WideSignals {
       __mbarrier_init(&inputs_full[i], kWideLoaders);
       __mbarrier_init(&inputs_free[i], kConsumerWarps);
     }
+    __mbarrier_init(&ahead, kWarpgroup / 32);
   }
   __device__ static bool reached(__mbarrier_t& barrier, unsigned use) {
     return __mbarrier_test_wait_parity(&barrier, use % 2);
@@ -421,11 +423,6 @@ __device__ inline unsigned transposed(unsigned pair) {
   return pair;
 }
 
-// Among the warpgroups that multiply.
-__device__ inline void synchronize_consumers() {
-  asm volatile("bar.sync 2, %0;" ::"n"(kWideConsumers * kWarpgroup) : "memory");
-}
-
 #endif
 
 // One output of a job as it is defined, if it exists.
@@ -520,7 +517,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   // The second begins behind the first, so that it multiplies while that one stores.
   int lead = tiling.lead;
   if (consumer == 1) {
-    synchronize_consumers();
+    WideSignals::wait(signals.ahead, 0);
     lead = 0;
   }
   RingPlace weight, input;
@@ -585,7 +582,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
       inputs_read = left == 0 ? &signals.inputs_free[input.slot] : nullptr;
       weight.next(tiling.weight_slots);
       if (left == 0) input.next(tiling.slots);
-      if (lead > 0 && --lead == 0) synchronize_consumers();
+      if (lead > 0 && --lead == 0 && lane == 0) __mbarrier_arrive(&signals.ahead);
     };
 #pragma unroll 1
     for (int groups = tiling.groups;;) {
