@@ -4,12 +4,13 @@
 // from the input planes z and z + 1, each eight columns of half the rows; its storer warp sends finished results away. One
 // product takes 8 taps of an input channel: 16 output channels x 8 taps times 8 taps x 8 positions.
 //
-// On H200, (128, 3, 16, 32, 32) -> 16 channels take 49 us in float32, of which the products alone would take 23 and the bytes
-// 35. What that rests on:
+// On H200, (128, 3, 16, 32, 32) -> 16 channels take 49 us in float32. The bytes need 35, the products 24; consumers that wait
+// for nobody take 39, half types 28 of 36; loads and stores without them 45 and 29. More consumers of fewer registers made half
+// types slower (42 to 45), float64 products of m16n8k4 and float16 ones of m16n8k16 made nothing faster. What it rests on:
 // - The warps wait for one another plane by plane, each kind on its own: one barrier of the block a plane cost 11 us.
 // - Results are gathered in shared memory and stored in bulk, a run of all rows a channel: rows of 31 floats written from
 //   registers share their 32-byte sectors. In the first buffer a run has the same place in its 128-byte lines as in the
-//   output: with only its vectors aligned, it took 3 us more. In the second only its vectors are.
+//   output: with only its vectors aligned, it took 3 us more. In the second only its vectors are, which costs nothing more.
 // - A lane for each bulk store: with one lane for all of a step, half types took 41 us instead of 35. Runs that go on from tile
 //   to tile, so that only whole sectors are stored, took both 4 us more: the ring then holds whole planes, and fewer of them.
 // - Where channels come last, elements lie elsewhere: the ring holds rows of all channels as they are in the input, and
