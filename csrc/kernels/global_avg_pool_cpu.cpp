@@ -338,7 +338,8 @@ Buffer channel_means(const ConvTranspose<int64_t>& conv, const T* weight, const 
   std::vector<std::vector<Range>> ranges;
   for (int d = 0; d < conv.spatial_dims; ++d) ranges.push_back(taps_of_segments(conv_dim(conv, d)));
   const double size = float_product(conv.output);
-  const int64_t block = std::max<int64_t>(1, kDepth / std::max<int64_t>(1, regions));  // input channels at a time
+  // Input channels at a time.
+  const int64_t block = std::min(in_group, std::max<int64_t>(1, kDepth / std::max<int64_t>(1, regions)));
   Buffer means = buffer(conv.batch * conv.out_channels);
   if (regions == 0) {  // no tap meets any input
     std::fill(means.get(), means.get() + conv.batch * conv.out_channels, 0.0);
@@ -362,15 +363,13 @@ Buffer channel_means(const ConvTranspose<int64_t>& conv, const T* weight, const 
   };
   torch::stable::parallel_for(
       0, conv.groups * tiles, items_per_thread(kTile * depth * (conv.batch + taps)), [&](int64_t begin, int64_t end) {
-        const Buffer weights = buffer(std::min(block, in_group) * regions * kTile), from = buffer(most),
-                     to = buffer(most);
-        const int64_t most_dots = std::min(kSamples, conv.batch) * kTile;
-        const Buffer dots = buffer(most_dots);
+        const Buffer weights = buffer(block * regions * kTile), dots = buffer(std::min(kSamples, conv.batch) * kTile);
+        const Buffer from = buffer(most), to = buffer(most);
         for (int64_t item = begin; item < end; ++item) {
           const int64_t group = item / tiles, first = item % tiles * kTile, width = std::min(kTile, out_group - first);
           for (int64_t n = 0; n < conv.batch; n += kSamples) {
             const int64_t samples = std::min(kSamples, conv.batch - n);
-            std::fill(dots.get(), dots.get() + most_dots, 0.0);
+            std::fill(dots.get(), dots.get() + samples * kTile, 0.0);
             for (int64_t ci = 0; ci < in_group; ci += block) {
               const int64_t channels = std::min(block, in_group - ci);
               for (int64_t c = 0; c < channels; ++c)

@@ -4,7 +4,7 @@
 // from the input planes z and z + 1, each eight columns of half the rows; its storer warp sends finished results away. One
 // product takes 8 taps of an input channel: 16 output channels x 8 taps times 8 taps x 8 positions.
 //
-// On H200, (128, 3, 16, 32, 32) -> 16 channels take 49 us in float32. The bytes need 35, the products 24; consumers that wait
+// On H200, (128, 3, 16, 32, 32) -> 16 channels take 49 us in float32. The bytes need 35, the products 26; consumers that wait
 // for nobody take 39, half types 28 of 36; loads and stores without them 45 and 29. More consumers of fewer registers made half
 // types slower (42 to 45), float64 products of m16n8k4 and float16 ones of m16n8k16 made nothing faster. What it rests on:
 // - The warps wait for one another plane by plane, each kind on its own: one barrier of the block a plane cost 11 us.

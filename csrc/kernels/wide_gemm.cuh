@@ -514,7 +514,8 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   const unsigned input_address = shared_address(input_ring) + (consumer * kWidePositions + tiling.skip) * 16;
   const unsigned slot_bytes = tiling.slot() * sizeof(T), next_segment = tiling.next_segment - taps;
   const unsigned next_block = 2 * tiling.half - tiling.segments * tiling.next_segment;
-  // The second begins behind the first, so that it multiplies while that one stores.
+  // The second begins behind the first, so that it multiplies while that one stores. (By an mbarrier: where warps of the loader
+  // have ended, synccheck takes a barrier of the other warps for a divergent one.)
   int lead = tiling.lead;
   if (consumer == 1) {
     WideSignals::wait(signals.ahead, 0);
